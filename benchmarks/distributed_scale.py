@@ -5,8 +5,7 @@
 Counted: one rank of a world whose other ranks are not there (torch's "fake" process group) trains a model of two blocks. Each collective is
 caught where torch hands it to the group: calls, and bytes of whole messages (gathered, scattered, exchanged), per parameter.
 
-On paper: an alpha-beta model. A collective of B bytes among N ranks takes  a log2(N) + B (N - 1) / N / b,  with a and b of a node
-(8 ranks), or of the network between nodes. Nothing overlaps. Assumed, not measured: see ASSUMED. The models are Llama 8B and 70B by
+On paper: the alpha-beta model of `narrowgauge.plan.messages`, whose rates are assumed. Nothing overlaps. The models are Llama 8B and 70B by
 their numbers of parameters and blocks; each block is gathered twice and reduced once.
 """
 
@@ -14,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
 from benchmarks.harness import RESULTS, record
+from narrowgauge.plan import messages
 
 WORLDS = (8, 64, 1024)
 CASES: dict[str, dict[str, str]] = {
@@ -32,10 +32,7 @@ CASES: dict[str, dict[str, str]] = {
     "fp8-lm gradients": {"gradients": "fp8-lm"},
     "codes, fp8 gradients": {"weights": "codes", "gradients": "fp8"},
 }
-# Seconds per call and step of log2, and bytes per second and rank: NVLink of an H100 in a node, 400 Gbit/s per GPU between nodes.
-ASSUMED = {"node": (5e-6, 450e9), "network": (15e-6, 50e9)}
 MODELS = {"8B": (8.03e9, 32), "70B": (70.6e9, 80)}
-RANKS_PER_NODE = 8
 
 
 def counted(world: int, case: str) -> dict[str, Any]:
@@ -102,8 +99,7 @@ def _bytes(argument: Any) -> int:
 
 def seconds(message_bytes: float, calls: float, world: int) -> float:
     """By the alpha-beta model of the module, of so many calls with so many bytes together."""
-    latency, bandwidth = ASSUMED["node" if world <= RANKS_PER_NODE else "network"]
-    return calls * latency * math.log2(world) + message_bytes * (world - 1) / world / bandwidth
+    return calls * messages.collective(message_bytes / calls, world)
 
 
 def on_paper(found: dict[str, Any]) -> dict[str, float]:
@@ -133,7 +129,12 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.distributed_scale", "--only", str(world), case]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
             found = json.loads(done.stdout.splitlines()[-1])
-            row = {"case": case, **found, "collectives_ms": on_paper(found), "assumed": ASSUMED}
+            row = {
+                "case": case,
+                **found,
+                "collectives_ms": on_paper(found),
+                "assumed": {"node": asdict(messages.NODE), "network": asdict(messages.NETWORK)},
+            }
             rows.append(row)
             times = ", ".join(f"{name} {ms:,.0f} ms" for name, ms in row["collectives_ms"].items())
             print(

@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": _device_name() if cuda else "cpu",
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())) if cuda else None,
         "driver": _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "cuda": torch.version.cuda,
@@ -38,6 +38,12 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "narrowgauge")},
     }
+
+
+def _device_name() -> str:
+    """Over the empty CUDA runtime (tests/gpu_dry_run), where nothing is computed or timed, a name that is no card's."""
+    name = torch.cuda.get_device_name()
+    return f"no device: empty CUDA runtime that plays {name}" if "EMPTY_CUDA_GPU" in os.environ else name
 
 
 def commit() -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, record
 from benchmarks.steps_of_llamas import LLAMA_8B, Run, llama_step
-from narrowgauge.plan.cards import card, of_memory
+from narrowgauge.ops.timing.cards import card, of_memory
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.roofline import time
 

@@ -34,11 +34,8 @@ SIZES: dict[str, int] = {
 }  # fmt: skip
 BATCH, TOKENS = 16, 64
 LEARNING_RATE, BETAS = 2e-3, (0.9, 0.999)
-CLIPPING = (
-    "adamw-6-bytes",
-    "adamw-8bit-stochastic-fp8-gradients",
-    "adamw-8bit-clip-previous",
-)  # cases that clip by themselves
+# Cases that clip by themselves.
+CLIPPING = ("adamw-6-bytes", "adamw-8bit-stochastic-fp8-gradients", "adamw-8bit-clip-previous")
 
 
 def main() -> None:

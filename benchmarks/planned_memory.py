@@ -76,10 +76,8 @@ def ours() -> Iterator[Row]:
     narrow = fused | {"save": "fp8"}
     at_the_end = 8 * 8.030261248e9 / 2**30  # weights, gradients and two moments of 16 bits, when backward ends
     out = 0.5  # GiB of 4,096 bytes a token: the codes of o_proj's input, which attention keeps, unless codes are kept for the step
-    shared, coded = (
-        3 * out,
-        5.5 * out + 0.055,
-    )  # casts of both norms' outputs; codes of x.T for x, and those of the last input
+    # Casts of both norms' outputs; codes of x.T for x, and those of the last input.
+    shared, coded = (3 * out, 5.5 * out + 0.055)
     cases = [
         ("bf16", Run(), 75.387),
         ("bf16, 8,192 tokens", Run(tokens=8192), 105.90),

@@ -168,9 +168,8 @@ RULES: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVE
 
 def to_exponents(scale: Tensor) -> Tensor:
     """Powers of two, 2**-126 to 2**127, or NaN, float32 -> uint8 of the same shape: the exponent bits as they are, E8M0."""
-    return ((scale.contiguous().view(torch.int32) >> _MANTISSA) & 0xFF).to(
-        torch.uint8
-    )  # NaN has 0xFF there, which is E8M0's NaN
+    # NaN has 0xFF there, which is E8M0's NaN.
+    return ((scale.contiguous().view(torch.int32) >> _MANTISSA) & 0xFF).to(torch.uint8)
 
 
 def from_exponents(exponents: Tensor) -> Tensor:

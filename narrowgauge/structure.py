@@ -195,9 +195,8 @@ def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
 WRAPPERS = frozenset(("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
 
 
-ADDED = re.compile(
-    r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$"
-)  # names that recipes add to a state dict
+# Names that recipes add to a state dict.
+ADDED = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")
 
 
 def is_weight(name: str) -> bool:

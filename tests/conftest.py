@@ -32,9 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("narrowgauge")
     _one_cache_per_configuration()
-    if (
-        shutil.which(compiler_name()) is None
-    ):  # a sentence that a test of the optimizers asks for by name; the others only meet it
+    # A sentence that a test of the optimizers asks for by name; the others only meet it.
+    if shutil.which(compiler_name()) is None:
         config.addinivalue_line("filterwarnings", "ignore:narrowgauge.optim steps in plain torch:RuntimeWarning")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -71,9 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         if on_ranks and item.get_closest_marker("slow"):
             item.add_marker("ranks")
-    items.sort(
-        key=lambda item: item.get_closest_marker("long") is None
-    )  # begun last, one process would wait for it alone
+    # Begun last, one process would wait for it alone.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")

@@ -109,9 +109,8 @@ def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
         return whole(self, x, *rest)
 
     monkeypatch.setattr(plan.OperandPlan, "quantize", counted)
-    model = built(
-        "fp8-row"
-    )  # casts a weight twice, along the axis that each product contracts; the other weight is its transpose
+    # Casts a weight twice, along the axis that each product contracts; the other weight is its transpose.
+    model = built("fp8-row")
     step = GraphedStep(
         model, torch.optim.AdamW(model.parameters()), lambda x: _backward(model, x.detach().requires_grad_()), warmup=1,
         recorder=Recorder(),

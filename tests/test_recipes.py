@@ -21,6 +21,7 @@ CASTS = {
     "bf16": [None] * 6,
     "fp8-delayed": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
     "fp8-current": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
+    "fp8-current-fast": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
     "fp8-row": [("e4m3", ROW, "pow2")] * 6,
     "fp8-block": [("e4m3", tile, "pow2") for tile in (VECTOR, SQUARE, VECTOR, SQUARE, VECTOR, VECTOR)],
     "mxfp8": [("e4m3", MX, "e8m0-ceil")] * 6,
@@ -73,11 +74,15 @@ def test_four_bit_recipes_are_those_of_the_paper(name):
         assert gemm.sample == (LeverageScore(keep=0.5, max_variance=0.02) if sampled else None)
 
 
-def test_accumulation_is_fast_in_output_at_most():
+def test_accumulation_is_fast_in_output_at_most_but_where_the_name_says_it():
     """Hopper's FP8 accumulator keeps about 14 bits; errors of gradients would compound over steps."""
     fast = {recipe.name: [gemm.fast_accumulate for gemm in recipe.gemms().values()] for recipe in recipes.ALL}
+    all_three = fast.pop("fp8-current-fast")
     assert {name for name, flags in fast.items() if flags[0]} == {"fp8-delayed", "fp8-current", "fp8-row"}
     assert not any(flag for flags in fast.values() for flag in flags[1:])
+    assert all_three == [True, True, True]
+    differs = replace(recipes.get("fp8-current-fast"), **recipes.get("fp8-current").gemms(), name="fp8-current")
+    assert differs == recipes.get("fp8-current"), "nothing else"
 
 
 def test_delayed_scaling_remembers_every_role():

@@ -19,8 +19,14 @@ import torch
 from benchmarks import harness
 from benchmarks.gpu.floor import Floor
 
+# What begins or ends a contender's name -> the module that it needs, and what to install.
+PEERS = {
+    "-liger": ("liger_kernel", "liger-kernel (pip install liger-kernel)"),
+    "te-": ("transformer_engine", "TransformerEngine (transformer-engine[pytorch]; at 276 MB its wheel is not carried)"),
+}  # fmt: skip
 Case = Callable[[], object]
 Build = Callable[[], Case]
+MODES = ("compiled", "eager")  # compiled first: it is what a budget must not leave out
 SETS = 3  # of inputs, used in turn: no cache holds them all
 
 
@@ -29,6 +35,7 @@ class Bench:
     """One run of the suite.
 
     dry       toy sizes, two rounds, nothing recorded
+    modes     of `layer` and `step`, in this order
     ends_at_s when the question at hand has used its budget (time.monotonic)
     failures  "question: case: reason"
     """
@@ -38,6 +45,7 @@ class Bench:
     floor: Floor
     results: Path | None
     ends_at_s: float = 0.0
+    modes: tuple[str, ...] = MODES
     failures: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -52,17 +60,14 @@ class Bench:
         return False
 
     def has_peer(self, contender: str) -> bool:
-        """Whether what a contender is made of can be had here; says so if not. Peers in Triton need a GPU."""
-        if not contender.endswith("-liger"):
-            return True
-        if self.device.type != "cuda":
-            return False
-        if importlib.util.find_spec("liger_kernel") is None:
-            print(
-                f"{contender}: liger-kernel is not installed, its line is left out (pip install liger-kernel).",
-                flush=True,
-            )
-            return False
+        """Whether what a contender is made of can be had here; says so if not. Peers in Triton, and TransformerEngine, need a GPU."""
+        peers = [(name, peer) for name, peer in PEERS.items() if contender.startswith(name) or contender.endswith(name)]
+        for _, (module, package) in peers:
+            if self.device.type != "cuda":
+                return False
+            if importlib.util.find_spec(module) is None:
+                print(f"{contender}: {package} is not installed, its line is left out.", flush=True)
+                return False
         return True
 
     def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from benchmarks.gpu.bench import Bench
 
 
 def converted(model: nn.Module, contender: str, bench: Bench, tokens: int) -> nn.Module:
-    """contender: "bf16" (as it is), "bf16-liger", "torchao-tensorwise", "torchao-rowwise", "auto", or a recipe of narrowgauge.
+    """The model as a contender has it.
 
-    A recipe followed by "-fused" has norms and activations cast what they compute.
+    contender  "bf16" (as it is), "bf16-liger", "te-delayed" or "te-current" (of a list of Linears), "torchao-tensorwise",
+               "torchao-rowwise", "auto", or a recipe of narrowgauge; one followed by "-fused" has norms and activations cast what they
+               compute
     """
     if contender == "bf16":
         return model
     if contender == "bf16-liger":
         return _liger(model)
+    if contender.startswith("te-"):
+        return _transformer_engine(model)
     if contender.startswith("torchao-"):
         return _torchao(model, contender.removeprefix("torchao-"), bench)
     recipe = contender.removesuffix("-fused")
@@ -40,6 +45,31 @@ def _liger(model: nn.Module) -> nn.Module:
         for name, kind in before.items():
             setattr(modeling_llama, name, kind)
     return model
+
+
+def _transformer_engine(layers: nn.Module) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    found = []
+    for layer in layers.children():
+        assert isinstance(layer, nn.Linear)
+        kind = layer.weight.dtype
+        found.append(
+            te.Linear(layer.in_features, layer.out_features, bias=False, params_dtype=kind, device=layer.weight.device)
+        )
+    return nn.ModuleList(found)
+
+
+def in_recipe(contender: str) -> AbstractContextManager[object]:
+    """Around a forward pass: TransformerEngine is told its recipe there."""
+    if not contender.startswith("te-"):
+        return nullcontext()
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    chosen = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}[contender.removeprefix("te-")]
+    context: AbstractContextManager[object] = te.fp8_autocast(enabled=True, fp8_recipe=chosen())
+    return context
 
 
 def _torchao(model: nn.Module, name: str, bench: Bench) -> nn.Module:

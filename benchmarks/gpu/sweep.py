@@ -48,7 +48,7 @@ def one(bench: Bench, cache: Path, m: int, n: int, k: int) -> float:
     workload = measure.LinearWorkload(tokens=m, inputs=k, outputs=n, dtype=torch.bfloat16)
     try:
         decision = decide(workload, bench.device, cache)
-        sets = [measure._inputs(workload, bench.device) for _ in range(SETS)]
+        sets = [measure.inputs(workload, bench.device) for _ in range(SETS)]
     except Exception as error:
         bench.fail("sweep", f"{m} x {k} -> {n}", error)
         return 0.0

@@ -8,7 +8,7 @@ emulation multiplies in bfloat16 too, and casts besides. So is delayed scaling, 
 
     measured         now, on a CUDA device (measure.py): half a second per candidate, more where code is compiled
     measured before  the cache has this device, these versions and sizes
-    predicted        the device has too little memory to measure: a roofline from its data sheet
+    predicted        the device has too little memory to measure: its operations, counted, at the card's rates (predict.py)
     no choice        only bf16 is native here, for example on a CPU; nothing is measured
 
 bf16 leaves a Linear on a GPU as it is. The result is `layer.decision`, which `describe` prints.
@@ -27,9 +27,11 @@ from torch import nn
 from narrowgauge import recipes
 from narrowgauge.conversion import measure
 from narrowgauge.conversion.measure import LinearWorkload
+from narrowgauge.conversion.predict import predicted
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
+from narrowgauge.ops.timing.cards import of_device
 
 CANDIDATES = ("bf16", "fp8-block", "fp8-row", "fp8-current")  # the most accurate first
 TIE = 0.02
@@ -102,75 +104,11 @@ def decide(
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             how, seconds = "no memory to measure with, and unknown rates of this GPU", {}
-            if rates := gpu_rates(torch.cuda.get_device_name(device)):
+            if card := of_device(torch.cuda.get_device_name(device)):
                 how = "predicted (no memory to measure with)"
-                sizes = (workload.tokens, workload.outputs, workload.inputs)
-                seconds = {name: predicted_seconds(name, *sizes, rates) for name in names}
+                seconds = predicted(workload, names, card)
     recipe = preferred(seconds) if seconds else "bf16"
     return Decision(recipe=recipe, tokens=workload.tokens, how=how, seconds=seconds, excluded=excluded)
-
-
-# --- Prediction from a card's data sheet: right to a few tens of percent, enough to say whether FP8 can pay ---
-
-# Of the makers' dense rates, what is reached, and seconds of a launch: the constants of torchao's roofline for the H100
-# (torchao/testing/training/roofline_utils.py). Block-scaled products: DeepGEMM's first figures, 1304 to 1358 of 1979 TFLOP/s.
-MATRIX_SHARE, BLOCK_SHARE, MEMORY_SHARE = 0.78, 0.66, 0.92
-LAUNCH_S = 2e-6
-RESULT_BYTES = 2  # bfloat16
-
-
-@dataclass(frozen=True)
-class GpuRates:
-    """Dense FLOP/s and bytes/s of the data sheet."""
-
-    bf16: float
-    fp8: float
-    bandwidth: float
-
-
-CARDS: dict[str, GpuRates] = {  # part of the device's name -> its rates; the first that fits
-    "H200": GpuRates(989e12, 1979e12, 4.8e12),
-    "H100 PCIe": GpuRates(756e12, 1513e12, 2.0e12),
-    "H100": GpuRates(989e12, 1979e12, 3.35e12),
-    "H800": GpuRates(989e12, 1979e12, 3.35e12),
-    "GH200": GpuRates(989e12, 1979e12, 4.0e12),
-    "B200": GpuRates(2250e12, 4500e12, 8.0e12),
-    "L40S": GpuRates(362e12, 733e12, 0.864e12),
-    "L4": GpuRates(121e12, 242e12, 0.3e12),
-    "RTX 4090": GpuRates(165.2e12, 330.3e12, 1.008e12),
-}
-
-# recipe -> (cast bytes per element of x and gy, cast bytes per element of w, cast kernels, share of the rate). A per-tensor scale
-# reads 2 bytes for the maximum, moves 2 + 1 for the codes and 1 for their transpose; per row twice that, since both orientations
-# are cast from the original; per block one read less, without a separate maximum.
-CASTS: dict[str, tuple[int, int, int, float]] = {
-    "bf16": (0, 0, 0, MATRIX_SHARE),
-    "fp8-current": (2 + 4, 2 + 4 + 2, 9, MATRIX_SHARE),
-    "fp8-row": (2 * 5, 2 * 5, 12, MATRIX_SHARE),
-    "fp8-block": (2 * 3, 3 + 2, 5, BLOCK_SHARE),
-}
-
-
-def gpu_rates(device_name: str) -> GpuRates | None:
-    """The rates of a GPU by its name; None if it is not in the table."""
-    return next((found for part, found in CARDS.items() if part in device_name), None)
-
-
-def predicted_seconds(recipe: str, m: int, n: int, k: int, rates: GpuRates) -> float:
-    """Forward and backward of a Linear from k to n features on m tokens, gradients of x and w included.
-
-    seconds = sum over 3 products of max(2 M N K / rate, bytes / bandwidth) + bytes of the casts / bandwidth + launches
-    """
-    activation, weight, launches, share = CASTS[recipe]
-    rate, operand_bytes = (rates.bf16, 2) if recipe == "bf16" else (rates.fp8, 1)
-    bandwidth = rates.bandwidth * MEMORY_SHARE
-    sizes = ((m, n, k), (m, k, n), (n, k, m))  # (rows, columns, contracted) of output, grad_input, grad_weight
-    products = sum(
-        max(2 * m * n * k / (rate * share), (operand_bytes * (a * c + b * c) + RESULT_BYTES * a * b) / bandwidth)
-        for a, b, c in sizes
-    )
-    casts = (activation * (m * k + m * n) + weight * n * k) / bandwidth
-    return products + casts + (3 + launches) * LAUNCH_S
 
 
 # --- The Linears of a model ---

@@ -89,7 +89,7 @@ def measured(
     """(candidate -> seconds, candidate -> why it failed). Raises OutOfMemoryError, and any error of "bf16"."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     with torch.random.fork_rng(devices=[index] if device.type == "cuda" else []), torch.enable_grad():
-        sets = [_inputs(workload, device) for _ in range(INPUT_SETS)]
+        sets = [inputs(workload, device) for _ in range(INPUT_SETS)]
         steps: dict[str, Step] = {}
         failed: dict[str, str] = {}
         for name in names:
@@ -142,7 +142,7 @@ def compiled_alone(module: nn.Module) -> Any:
     return torch.compile(own)
 
 
-def _inputs(workload: LinearWorkload, device: torch.device) -> tuple[Tensor, Tensor]:
+def inputs(workload: LinearWorkload, device: torch.device) -> tuple[Tensor, Tensor]:
     x = torch.randn(workload.tokens, workload.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     return x, torch.randn(workload.tokens, workload.outputs, device=device, dtype=torch.bfloat16)
 

@@ -26,9 +26,8 @@ OLDEST = (2, 13)
 WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= OLDEST
 
 _numbers = count()
-_weights: WeakValueDictionary[int, Any] = (
-    WeakValueDictionary()
-)  # an operator is handed nothing but tensors and plain values
+# An operator is handed nothing but tensors and plain values.
+_weights: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def numbered(weight: Any) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.stage_messages import Pack, Unpack, is_packed, message_like
-from narrowgauge.distributed.torch_private import STAGES, is_rehearsal
+from narrowgauge.distributed.torch_private import STAGES, is_rehearsal, parameter_group
 from narrowgauge.errors import ConfigError
 
 __all__ = ["StageEnds", "install", "is_stage", "message_like"]
@@ -54,6 +56,7 @@ def install(stages: Sequence[Stage], agreements: Sequence[Agreement], activation
     everywhere = sorted((each for rank in gathered for each in rank), key=lambda each: each[0])
     _check_forms(everywhere)
     _check_tied(everywhere)
+    _tell_of_resharding(stages)
     for stage, agreement in zip(stages, agreements, strict=True):
         before = stage.submod.__dict__.pop(ATTRIBUTE, None)
         for handle in () if before is None else before.hooks:
@@ -118,6 +121,24 @@ class StageEnds:
 
 def _ignore(message: Tensor) -> None:
     pass
+
+
+def _tell_of_resharding(stages: Sequence[Stage]) -> None:
+    """Nothing says which schedule will run them. The root of fully_shard keeps its weights unless it is told otherwise."""
+    for stage in stages:
+        parts = {name: each for name, each in stage.submod.named_modules() if name and isinstance(each, FSDPModule)}
+        groups = {name: parameter_group(each) for name, each in parts.items()}
+        found = [
+            name for name, group in groups.items() if group is not None and group.post_forward_mesh_info is not None
+        ]
+        if found:
+            warnings.warn(
+                f"distribute: stage {stage.stage_index} reshards the weights of {found[0]!r} after forward. Schedules of torch that "
+                "split the backward pass (zero-bubble) compute no gradient of such weights, without a word. Pass "
+                "reshard_after_forward=False to fully_shard.",
+                stacklevel=4,
+            )
+            return
 
 
 def _check_forms(everywhere: list[Any]) -> None:

@@ -59,9 +59,8 @@ class CheckpointReport:
     policy: str
     recomputed: tuple[str, ...]  # names of the blocks whose forward is repeated
     kept: tuple[str, ...]  # names of the others
-    segments: tuple[
-        int, ...
-    ]  # lengths of the segments that the recomputed blocks form; none where each keeps its input
+    # Lengths of the segments that the recomputed blocks form; none where each keeps its input.
+    segments: tuple[int, ...]
     kept_bytes: int | None  # with a budget: bytes kept for backward now, measured
     notes: tuple[str, ...]  # what else changed
 

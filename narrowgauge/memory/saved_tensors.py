@@ -99,9 +99,8 @@ class SavedTensorMode(TorchFunctionMode):
         self.stored: dict[Any, Restore] = {}
         self.depth_exact = 0
         self.operands: set[int] | None = None  # storages of a product's operands under autocast that are activations
-        self.origins: dict[
-            int, int
-        ] = {}  # storage of a cast operand -> of what it was cast from; equal casts are equal
+        # Storage of a cast operand -> of what it was cast from; equal casts are equal.
+        self.origins: dict[int, int] = {}
         self.references: list[StorageWeakRef] = []  # keep addresses from being given away
 
     def __torch_function__(

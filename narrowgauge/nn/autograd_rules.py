@@ -56,9 +56,8 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
 def _goes_on_to(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except (
-        RuntimeError
-    ):  # it does not say so of a leaf whose gradient `torch.autograd.grad` returns, which is one that it asks for
+    except RuntimeError:
+        # Of a leaf whose gradient `torch.autograd.grad` returns it does not say so: it asks for that one.
         return True
 
 

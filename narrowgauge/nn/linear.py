@@ -306,6 +306,8 @@ class QLinear(nn.Linear):
             by_rows = self.peers is not None
             found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
             found.keeps_x = self._keeps_x(plan, x.device)
+            device = self.weight.device.type
+            found.keeps_w = self.carried is None and chosen(self.weight_codes, device, compiled=True) == "step"
             if (carried := self.carried) is not None:
                 found.sources, found.cache = {"w": [carried]}, carried
             return found

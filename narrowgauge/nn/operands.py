@@ -166,7 +166,8 @@ class Operand:
         """(w) whether backward, which casts it again, would read it once more for the amax that serves both its casts."""
         plan, cache = self.plan, self.context.cache
         is_whole = plan.rows is not None and plan.rows.is_per_tensor and isinstance(plan.rows.calibrate, Current)
-        return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and cache is not None and cache.recasts
+        recasts = is_compiling() and not self.context.keeps_w if cache is None else cache.recasts
+        return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and recasts
 
     def _keeps_cols(self, cast: Cast) -> bool:
         """Whether what is made of t.T now will still be there when it is read."""
@@ -174,8 +175,9 @@ class Operand:
         if self.plan.role == "gy":
             return needs[0] and needs[1]
         if self.plan.role == "w":  # a cache keeps it; what draws random numbers must draw them at every forward pass
-            keeps = context.cache is not None and not context.cache.recasts
-            return needs[0] and keeps and not stochastic and not self.tensor.is_inference()
+            if context.cache is None:
+                return context.keeps_w and needs[0] and not stochastic
+            return needs[0] and not context.cache.recasts and not stochastic and not self.tensor.is_inference()
         # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
         return self.keeps_codes and self.casts.origin is None and (context.grads or stochastic)
 
@@ -291,8 +293,13 @@ class Operand:
         return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept, window
 
     def saved(self) -> Saved:
-        """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
+        """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w.
+
+        Of w in compiled code that keeps its cols their three parts come behind it.
+        """
         casts, plan = self.casts, self.plan
+        if plan.role == "w" and self.context.keeps_w and isinstance(cols := casts.cols, QTensor) and is_compiling():
+            return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
         if casts.origin is not None and self.needs[1]:
             casts.origin.again.readers += 1
             return casts.amax, *casts.origin.tensors
@@ -332,7 +339,13 @@ class Operand:
         plan, casts = self.plan, self.casts
         casts.amax = amax
         assert tensor is not None or not self.needs[1]
-        if codes:
+        if codes and plan.role == "w":
+            data, scale, global_scale = codes
+            assert data is not None and scale is not None and plan.cols is not None
+            casts.cols = QTensor(
+                data=data, scale=scale, cast=plan.cols, inner=shape[0], global_scale=global_scale, checked=True
+            )
+        elif codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
             if _keeps_exponents(plan.cols):

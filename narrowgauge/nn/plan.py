@@ -90,8 +90,17 @@ class OperandPlan:
 
     def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:
         """What casts x, [outer, inner], both ways, or by a window, in one read: run(x, amax_state, noise); None: no kernel does."""
-        if self.rows is None or is_compiling():
+        if self.rows is None:
             return None
+        if is_compiling():
+            from narrowgauge.ops.quantize import pair
+
+            cast = self.rows
+            if not pair.reads_once(x, cast, delayed, both):
+                return None
+            return lambda x, state, noise: pair.quantize_pair(
+                x, cast, amax_state=state, records=records, cols=both, noise=noise
+            )
         key = (delayed, both, records, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
             from narrowgauge.ops.quantize import pair  # where kernels read codes
@@ -204,6 +213,7 @@ class LinearContext:
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
     x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
     keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
+    keeps_w        (compiled code) whether forward casts the weight both ways and keeps its cols for backward
     """
 
     plan: LinearPlan
@@ -220,3 +230,4 @@ class LinearContext:
     by_rows: bool = False
     x_window: Hashable | None = None
     keeps_x: bool = False
+    keeps_w: bool = False

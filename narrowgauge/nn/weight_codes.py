@@ -12,14 +12,17 @@ WeightCodes = Literal["auto", "recast", "step"]
 
 
 def chosen(
-    asked: WeightCodes, device_type: str, micro_batches: int = 1, step_fits: bool | None = None
+    asked: WeightCodes, device_type: str, micro_batches: int = 1, step_fits: bool | None = None, compiled: bool = False
 ) -> Literal["recast", "step"]:
     """What "auto" is on a device, for a step of so many micro-batches; what else was asked for is taken as it is.
 
     step_fits  whether the codes of all weights fit beside the rest of the step, by a plan; None: nobody has counted
 
+    compiled   whether compiled code asks, which "auto" lets keep them
+
     A CPU keeps them: an emulated cast takes longer than a product there, and memory is not what it lacks.
     """
     if asked != "auto":
         return asked
-    return "step" if device_type == "cpu" or (micro_batches > 1 and step_fits) else "recast"
+    keeps = device_type == "cpu" or compiled or (micro_batches > 1 and step_fits)
+    return "step" if keeps else "recast"

@@ -2,9 +2,9 @@
 
 The last of them, `reference` (of optimizers `torch`), is the definition in plain torch and never refuses. The first kernel that does not
 refuse is taken. The refusals of the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or
-raises BackendError; it is never replaced by another. Two refusals are the registry's own: of tensors whose memory is elsewhere
-(`addresses.wrapper`), by every kernel that does not say that it computes by torch's operators alone; and of a device on which the
-kernel fails its check (selfcheck.py).
+raises BackendError; it is never replaced by another. Three refusals are the registry's own: of tensors whose memory is elsewhere
+(`addresses.wrapper`), by every kernel that does not say that it computes by torch's operators alone; of a device on which the
+kernel fails its check (selfcheck.py); and of one on which it was not measured to be faster, if it asks for that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CANNOT_NAME = (
 
 # What a kernel refuses for. "operands": it is made for others, which says nothing of what this machine lacks.
 Code = Literal[
-    "operands", "device", "capability", "toolchain", "compiling", "wrapper", "failed-check",
+    "operands", "device", "capability", "toolchain", "compiling", "wrapper", "failed-check", "slower",
     "dtype", "shape", "tile", "format", "scale", "rounding", "calibration", "expanded", "noise", "caller",
 ]  # fmt: skip
 
@@ -134,6 +134,7 @@ class Kernel(Generic[Spec]):
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
     check     loads the `selfcheck.Check` by which it is examined on a device before it is first taken there; None of definitions
     replays   whether what it launches follows from the forms of its tensors alone, so that `ops.triton.replay` may make it again
+    slower    (type, index) of a device -> why a later kernel is taken there, by a measurement, or None. A caller may still name this one
     """
 
     name: str
@@ -142,6 +143,7 @@ class Kernel(Generic[Spec]):
     by_torch: bool = False
     check: Callable[[], Any] | None = None
     replays: bool = False
+    slower: Callable[[str, int | None], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,12 @@ class Registry(Generic[Spec]):
 
         def refuse(spec: Spec) -> Refusal | None:
             device: Device = spec if isinstance(spec, Device) else spec.device  # type: ignore[attr-defined]
+            if (refusal := cannot(spec, device)) is not None or kernel.slower is None:
+                return refusal
+            reason = kernel.slower(device.type, device.index)
+            return None if reason is None else Refusal("slower", reason)
+
+        def cannot(spec: Spec, device: Device) -> Refusal | None:
             if device.wrapper and not kernel.by_torch:
                 hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
                 return Refusal("wrapper", hides)
@@ -211,11 +219,14 @@ class Registry(Generic[Spec]):
         refusals: list[tuple[str, Refusal]] = []
         for kernel in self.kernels:
             refusal = kernel.refuse(spec)
-            if refusal is None and forced in (None, kernel.name):
+            named = forced == kernel.name
+            if (refusal is None and (named or forced is None)) or (
+                named and refusal is not None and refusal.code == "slower"
+            ):
                 return Choice(kernel, tuple(refusals))
             if refusal is not None:
                 refusals.append((kernel.name, refusal))
-            if refusal is not None and forced == kernel.name:
+            if refusal is not None and named:
                 others = [other.name for other in self.kernels if other.refuse(spec) is None]
                 raise BackendError(f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.")
         raise AssertionError(f"{self.op}: the reference refused {spec}")

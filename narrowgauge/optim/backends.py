@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowgauge.addresses import dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
+from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
 from narrowgauge.optim.step import ParamStep, step_in_torch
@@ -62,18 +64,25 @@ def _refuse_native(spec: Spec) -> Refusal | None:
 CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ())
 
 
-def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
+def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
     from narrowgauge.optim.triton import launch
 
-    launch.step(param_steps, kept)
+    launch.step(param_steps, kept, left_out)
+
+
+def _step_by_native(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
+    assert left_out is None or dry_run_on() is not None  # on a CPU the host looks
+    binding.step(param_steps)
+
+
+def _step_by_torch(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
+    step_in_torch(param_steps, left_out)
 
 
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call), check=lambda: CHECK))
-KERNELS.register(Kernel("native", _refuse_native, lambda param_steps, kept: binding.step(param_steps)))
-KERNELS.register(
-    Kernel("torch", lambda spec: None, lambda param_steps, kept: step_in_torch(param_steps), by_torch=True)
-)
+KERNELS.register(Kernel("native", _refuse_native, _step_by_native))
+KERNELS.register(Kernel("torch", lambda spec: None, _step_by_torch, by_torch=True))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 

@@ -11,13 +11,13 @@ so that `state_dict` is tensors and plain values, exact, and goes into safetenso
 (`shards.py`). Which parameter is kept how is decided by
 `param_groups.kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
 
-A gradient with a number that is not finite is not looked for (that would cost a pass and a synchronisation; clip or a
-GradScaler does it). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
+A gradient with a number that is not finite is not looked for (that would cost a pass; clip or a GradScaler does it, and `left_out` has what
+leaves the step out). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards, states
 from narrowgauge.optim.cuda_graph import ReplayedStep
+from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
@@ -71,6 +72,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.casting: WeightCasts | None = None
         self.stepping: Stepping | None = None
         self.holding: Holding | None = None
+        self.found_inf: Tensor | None = None  # what leaves steps out on the device, see `left_out`
+        self.halted: Tensor | None = None
         self.norm_before: Tensor | float | None = (
             None  # of the gradient of the step before, where a step is clipped by it
         )
@@ -102,10 +105,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return params
 
     def _forget_steps(self) -> None:
+        self._left_out = LeftOut()
         self._param_steps: dict[Tensor, ParamStep] = {}
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle()
         return super().__getstate__() | {
             "backend": self.backend,
             "_rules": self._rules,
@@ -118,11 +123,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._names = getattr(self, "_names", {})
         self._forget_steps()
         self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
-        self.stepping = getattr(
-            self, "stepping", None
-        )  # of a copy none: the hooks are on the parameters of the original
+        # Of a copy none: the hooks are on the parameters of the original.
+        self.stepping = getattr(self, "stepping", None)
         self.holding = getattr(self, "holding", None)
         self.norm_before = getattr(self, "norm_before", None)
+        self.found_inf = self.halted = None
         for group in self.param_groups:  # of a state that torch's own optimizer saved
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -168,9 +173,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """Raises ConfigError for a master where every parameter is float32; beside 16-bit ones, some may be."""
         found = [group["master"] for group in self.param_groups if group["master"] is not None]
         types = [parameter.dtype for parameter, _, _ in self._numbered()]
-        if (
-            found and types and all(each == torch.float32 for each in types)
-        ):  # none on a rank to which ZeRO gives nothing
+        # None on a rank to which ZeRO gives nothing.
+        if found and types and all(each == torch.float32 for each in types):
             raise ConfigError(
                 f"{type(self).__name__}: master = {found[0]!r} has no effect: all parameters are float32, and such a weight is its own "
                 "master. Leave it out, or convert the model to bfloat16 before the optimizer is built."
@@ -192,10 +196,42 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 loss = closure() if self.stepping is None else self.stepping.run(closure)
         if self.stepping is not None:
             self.stepping.end_step()
+        if not self._begin():
+            return loss
         if self.holding is not None:
             self.holding.step()
         self._step([each for each in self._numbered() if each[0].grad is not None])
+        self._left_out.end()
         return loss
+
+    def _begin(self) -> bool:
+        """Whether there is a step to take, as far as the host can see; see `left_out`."""
+        flags, known = [x for x in (self.found_inf, self.halted) if x is not None], self._left_out
+        sees = all(map(known.seen_by_host, flags))  # also where there is none
+        members = frozenset[Tensor]()
+        if not sees:
+            members = frozenset(parameter for parameter, _, _ in self._numbered() if parameter.grad is not None)
+        if known.must_settle(members, not sees and self.found_inf is not None and self._counts_on_device()):
+            self.settle()
+        self._left_out.begin(*((None, None) if sees else (self.found_inf, self.halted)), members)
+        return not (sees and any(map(bool, flags)))
+
+    def _counts_on_device(self) -> bool:
+        """Whether the kernels choose among the numbers of a step by how many were left out."""
+        chosen = [each.backend[1].kernel.name for each in self._param_steps.values() if each.backend is not None]
+        return self.holding is None and "torch" not in chosen
+
+    def settle(self, left_out: Sequence[bool] | None = None) -> None:
+        """Makes the counters those of the steps that were taken, where the device has left some out.
+
+        left_out  of the steps until now, the last one last, whether it was; None: reads it, which waits for the device
+        """
+        known = self._left_out
+        count = known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
+        if count:
+            counters = [self.state[parameter]["step"] for parameter in known.members]
+            torch._foreach_sub_(counters, float(count))
+        self._left_out = LeftOut()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch has it; gradients that are held in FP8 are dropped as well."""
@@ -222,6 +258,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "before each replay."
             )
         param_steps = self._next(chosen)
+        left_out = self._left_out if self._left_out.is_possible else None
         strided: list[ParamStep] = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
@@ -232,7 +269,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             kernel = self._kernel(each)
             by_backend.setdefault(kernel.name, (kernel, []))[1].append(each)
         for kernel, members in by_backend.values():
-            kernel.run(members, self._kept)
+            kernel.run(members, self._kept, left_out)
         for each in strided:
             each.source.copy_(each.weight.view(each.source.shape))
         # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
@@ -251,13 +288,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(counters, 1.0)
         # Fake counters hold no numbers: they stand at the first step, which has the shapes of every other.
         counted = torch.stack(counters).tolist() if all(map(holds_numbers, counters)) else [1.0] * len(counters)
-        found: dict[tuple[int, float], tuple[Any, int]] = {}
+        found: dict[tuple[int, float], list[tuple[Any, int]]] = {}
         for (_, group, number), each, count in zip(chosen, param_steps, counted, strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
-                shared = self._rule_of(group).constants(group, step), noise.step_key(group["seed"], step)
+                steps = range(step, step - self._left_out.uncertain - 1, -1)
+                shared = [(self._rule_of(group).constants(group, n), noise.step_key(group["seed"], n)) for n in steps]
                 found[id(group), count] = shared
-            (each.constants, each.step_key), each.number = shared, number
+            ((each.constants, each.step_key), *others), each.number = shared, number
+            each.if_left_out = tuple(others)
         return param_steps
 
     def replayable(self) -> ReplayedStep:
@@ -355,7 +394,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return new_state(own, *self._kept_as(parameter, group), "meta")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch has it; groups hold `norm_before` too where steps are clipped by it, which waits for the device."""
+        """As torch has it; groups hold `norm_before` too where steps are clipped by it, which waits for the device, as `settle` does."""
+        self.settle()
         found = super().state_dict()
         if self.norm_before is not None:
             for group in found["param_groups"]:

@@ -76,9 +76,8 @@ class HeldGradients:
     def __init__(self, optimizer: NarrowOptimizer, clip_norm: float | None) -> None:
         self._optimizer, self._largest = optimizer, clip_norm
         self._held: dict[Tensor, Fp8Gradient] = {}
-        self._numbers: dict[
-            Tensor, tuple[int, int]
-        ] = {}  # what noise depends on: seed of the group, number of the parameter
+        # What noise depends on: seed of the group, number of the parameter.
+        self._numbers: dict[Tensor, tuple[int, int]] = {}
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
         self._is_measured = False  # since the last step

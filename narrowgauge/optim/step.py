@@ -21,15 +21,13 @@ from torch import Tensor
 from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise, shards
+from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.shards import Part
 
-DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-}  # of weights and gradients, with their numbers in the kernels
+# Of weights and gradients, with their numbers in the kernels.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
 
@@ -57,6 +55,7 @@ class ParamStep:
     weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
     gradient, constants, step_key    of the step at hand; the gradient contiguous, of the parameter's shape
+    if_left_out        constants and step_key that this step has if one, two, ... of those before it were left out, see `left_out`
     number             what the parameter's noise depends on: of its name, else its place in the groups; see `noise.of_name`
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
@@ -79,6 +78,7 @@ class ParamStep:
     gradient: Tensor | None = None
     constants: Any = None
     step_key: int = 0
+    if_left_out: tuple[tuple[Any, int], ...] = ()
     number: int = 0
     native: Any = None
     backend: tuple[Any, Any] | None = None
@@ -189,18 +189,23 @@ def new_state(
 
 
 @torch.no_grad()
-def step_in_torch(param_steps: Sequence[ParamStep]) -> None:
-    """All steps, each in chunks of rows, by torch's own operations. About 80 of them per chunk."""
+def step_in_torch(param_steps: Sequence[ParamStep], left_out: LeftOut | None = None) -> None:
+    """All steps, each in chunks of rows, by torch's own operations. About 80 of them per chunk.
+
+    left_out: whether they are left out, on the device; the counters must be known
+    """
     for each in param_steps:
+        assert not each.if_left_out
+        stays = None if left_out is None else left_out.on(each.weight.device)[0] != 0
         rows, columns = each.weight.shape
         per_chunk = max(1, CHUNK.get(each.weight.device.type, 1 << 20) // max(columns, 1))
         if each.rule.granularity == "matrix":
             per_chunk = max(rows, 1)
         for first in range(0, rows, per_chunk):
-            _step_rows(each, slice(first, min(first + per_chunk, rows)))
+            _step_rows(each, slice(first, min(first + per_chunk, rows)), stays)
 
 
-def _step_rows(param_step: ParamStep, rows: slice) -> None:
+def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None:
     assert param_step.gradient is not None and param_step.constants is not None
     columns = param_step.weight.shape[1]
     tiles = -(-columns // param_step.tile)
@@ -232,16 +237,21 @@ def _step_rows(param_step: ParamStep, rows: slice) -> None:
             for x in (w, m, v):  # a rule may make any number, 0 / 0 too, of the zeros that fill the last tile
                 x[:, -1, columns % param_step.tile :] = 0.0
     bits = noise.bits(param_step.noise_key, index)
-    _write(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns)
-    _write(param_step.second, param_step.second.format.encode(v, bits), rows, columns)
+    _write(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns, stays)
+    _write(param_step.second, param_step.second.format.encode(v, bits), rows, columns, stays)
     weight, master, master_scale = masters.store(
         param_step.master_kind, w, param_step.weight.dtype, param_step.weight_noise_key, index
     )  # fmt: skip
     for target, tile_values in ((param_step.weight, weight), (param_step.master, master)):
         if target is not None and tile_values is not None:
-            target[rows] = tile_values.flatten(1)[:, :columns]
+            _put(target, rows, tile_values.flatten(1)[:, :columns], stays)
     if param_step.master_scale is not None and master_scale is not None:
-        param_step.master_scale[rows] = master_scale
+        _put(param_step.master_scale, rows, master_scale, stays)
+
+
+def _put(target: Tensor, rows: slice, values: Tensor, stays: Tensor | None) -> None:
+    """target[rows] = values, unless the device says that it stays."""
+    target[rows] = values if stays is None else torch.where(stays, target[rows], values.to(target.dtype))
 
 
 def _as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
@@ -264,17 +274,17 @@ def _decode(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int,
     return x
 
 
-def _write(kept: MomentState, found: Encoded, rows: slice, columns: int) -> None:
+def _write(kept: MomentState, found: Encoded, rows: slice, columns: int, stays: Tensor | None) -> None:
     if kept.codes is None:
         return
     codes = _bits_of(found.codes).flatten(1)[:, :columns]
     if kept.format.bits == 4:
         codes = torch.nn.functional.pad(codes, (0, columns % 2))
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    _bits_of(kept.codes)[rows] = codes
+    _put(_bits_of(kept.codes), rows, codes, stays)
     for target, values in ((kept.scale, found.scale), (kept.expansion, found.expansion)):
         if target is not None and values is not None:
-            target[rows] = values
+            _put(target, rows, values, stays)
 
 
 def _bits_of(codes: Tensor) -> Tensor:

@@ -51,9 +51,8 @@ class InBackward:
         self._optimizer, self._clip, self._largest = optimizer, clip, largest
         self._knows_norm = knows_norm or clip == "previous"
         self.accumulation, self._sums = accumulation, HeldGradients(optimizer, None)
-        self._waiting: dict[
-            int, tuple[int, int, int, Tensor]
-        ] = {}  # by place, what came so far: passes, group, number, parameter
+        # By place, what came so far: passes, group, number, parameter.
+        self._waiting: dict[int, tuple[int, int, int, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
         self._parts = NormInParts()

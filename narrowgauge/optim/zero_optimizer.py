@@ -14,9 +14,8 @@ from torch import Tensor
 from narrowgauge.errors import CheckpointError
 from narrowgauge.optim.base import NarrowOptimizer
 
-with (
-    warnings.catch_warnings()
-):  # that package scripts functions of its own as it is imported, which torch 2.13 warns of
+# That package scripts functions of its own as it is imported, which torch 2.13 warns of.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -2,7 +2,7 @@
 
     print(ng.plan(make_model, loss, optimizer, batch, card="h100"))     a training step given as functions (functions.py)
 
-The module itself is that function, so that `import narrowgauge.plan.cards` and `ng.plan(...)` go together. Below it:
+The module itself is that function, so that `import narrowgauge.ops.timing.cards` and `ng.plan(...)` go together. Below it:
 
 step  a function that builds a `Step`: model, loss, update          count(step, device)   two optimizer steps of it
 replay(trace)                                                       what torch's caching allocator reserves for them

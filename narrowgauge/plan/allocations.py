@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ def _twice(once: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
     was_on = gc.isenabled()
     gc.disable()  # it frees what a step has left behind, at any time
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        with _kineto_silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             once()
             with record_function(SECOND):
                 once()
@@ -61,3 +63,17 @@ def _twice(once: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
     events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     begins = next(event.start_ns() for event in events if event.name() == SECOND)
     return begins, [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+
+
+@contextmanager
+def _kineto_silent() -> Iterator[None]:
+    """torch's profiler writes "USDT: ... profiler_start" to stderr (2.13); it reads how much it may say when it first starts."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:  # the user's own wish
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]

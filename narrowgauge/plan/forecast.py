@@ -17,9 +17,8 @@ from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
 from narrowgauge.plan.moments import Moment, moments
 from narrowgauge.plan.tally import Tally, deeper, tally
 
-Builder = Callable[
-    [int], Callable[[], Step]
-]  # of a number of layers in each stack, 0 for all that there are, what builds the step
+# Of a number of layers in each stack, 0 for all that there are, what builds the step.
+Builder = Callable[[int], Callable[[], Step]]
 ALLOCATED_ERROR, RESERVED_ERROR, ESTIMATED_ERROR = 0.002, 0.03, 0.10
 
 

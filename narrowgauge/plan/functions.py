@@ -67,7 +67,7 @@ def plan(
     optimizer      optimizer(model)
     batch          tensors of a micro-batch's shapes, in any nesting; their values are not read
     update         update(model, optimizer); None: step, zero_grad and `narrowgauge.advance`
-    card, memory   a card of narrowgauge.plan.cards ("h100"), and another size of its memory ("24GiB"); neither: the GPU that is here
+    card, memory   a card of narrowgauge.ops.timing.cards ("h100"), and another size of its memory ("24GiB"); neither: the GPU that is here
     layers         blocks of the model, if they are alike: `model` is then called with 3 and with 4 of them, in seconds for any depth
     full           with layers: called with all of them instead
 

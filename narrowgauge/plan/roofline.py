@@ -1,18 +1,10 @@
-"""How long a counted step takes on a card, by its roofline: each operation at the rate of what bounds it.
+"""How long a counted step takes on a card: the sum of its operations (`ops.timing.rates`), or what Python takes to launch them.
 
-    seconds(operation) = max(FLOPs / (share * peak of its operands), bytes / (share * bandwidth), LAUNCH)
-    seconds(step)      = max(the sum of them, what Python takes to launch them)
+    seconds(step) = max(eager * the sum, host)
 
-That is eager mode, whose kernels wait for each other. Shares are what large kernels were seen to reach:
-
-    products    0.78 of the peak (torchao, testing/training/roofline_utils.py, H100; an H200 gave 788 of 989 TFLOP/s in bfloat16), 1.13
-                times slower where sums leave the tensor core (fast accumulation gains 1.1 to 1.2, github.com/pytorch/ao/pull/2377), 1.22
-                times in blocks (cuBLAS on Hopper)
-    attention   0.5: FlashAttention and cuDNN, causal, heads of 128, forward and backward together
-    bytes       0.9 of the bandwidth (torchao 0.92; an H200 copied at 4.2 of 4.8 TB/s)
-
-Not counted: messages between devices, reading of data, the host where it waits, kernels that are slower than their kind at small or odd
-sizes, clocks that power limits. So it is what a step takes at least; published ones took LONGER times as long (benchmarks/planned_time.py).
+eager is how much longer published steps took than the sum of their operations: gaps, clocks that power limits, kernels that are slower
+than their kind. The step of an eager run is counted; a compiled one moves fewer bytes and is not. Not counted either: reading of data, and
+the host where it waits. Messages between ranks stand apart (`plan.messages`).
 """
 
 from __future__ import annotations
@@ -21,21 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.plan.cards import Card
-from narrowgauge.plan.tally import KINDS, PHASES, Done, Tally
+from narrowgauge.ops.timing.cards import Card
+from narrowgauge.ops.timing.rates import ERROR, RATES, Rates
+from narrowgauge.ops.timing.rates import seconds as operation_seconds
+from narrowgauge.plan.tally import KINDS, PHASES, Tally
 
-PRODUCTS, ATTENTION, BYTES = 0.78, 0.5, 0.9
-SUMS = {"fast": 1.0, "split": 1.13, "blocks": 1.22}
-LAUNCH = 2e-6  # from one kernel's end to the next one's (torchao, same file)
 # Of the host: nn.Linear, three products, takes 52 us forward and backward; our Linear of fp8-current 728 us for nine launches
 # (processor time, over a CUDA runtime that computes nothing).
 HOST_OPERATOR, HOST_KERNEL = 15e-6, 80e-6
-LONGER = (1.2, 1.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """Seconds of one optimizer step with all its micro-batches, at least.
+    """Seconds of one optimizer step with all its micro-batches.
 
     by_kind   of the device: products, attention, casts, elementwise (norms, activations, residuals, rotary embedding), loss, optimizer
     by_phase  of the device: forward, backward, step
@@ -61,8 +51,8 @@ class Time:
 
     @property
     def likely(self) -> tuple[float, float]:
-        """Between these, by what published steps took."""
-        return self.seconds * LONGER[0], self.seconds * LONGER[1]
+        """Between these, by how far predictions of published steps were off."""
+        return self.seconds / (1 + ERROR["eager"]), self.seconds * (1 + ERROR["eager"])
 
     @property
     def is_launch_bound(self) -> bool:
@@ -73,8 +63,8 @@ class Time:
         return self.model_flops / (self.seconds * card.peak["bf16"])
 
 
-def time(done: Tally, card: Card) -> Time:
-    """Of a step on a card. Raises ConfigError for one whose rates are not known, or that has no unit for a product."""
+def time(done: Tally, card: Card, rates: Rates = RATES) -> Time:
+    """Of an eager step on a card. Raises ConfigError for one whose rates are not known, or that has no unit for a product."""
     if not card.peak or not card.bandwidth:
         raise ConfigError(
             f"plan: how fast {card.name} is, is not known, so the time of a step is not either. Name a card, as in --card h100."
@@ -82,7 +72,7 @@ def time(done: Tally, card: Card) -> Time:
     by_kind, by_phase = dict.fromkeys(KINDS, 0.0), dict.fromkeys(PHASES, 0.0)
     host, launches, flops, forward = 0.0, 0.0, 0.0, 0.0
     for each, times in done.items():
-        seconds = times * _seconds(each, card)
+        seconds = times * rates.eager * operation_seconds(each, card, rates)
         by_kind[each.kind] += seconds
         by_phase[each.phase] += seconds
         host += times * (HOST_KERNEL if each.own else HOST_OPERATOR)
@@ -94,40 +84,30 @@ def time(done: Tally, card: Card) -> Time:
     )  # fmt: skip
 
 
-def _seconds(each: Done, card: Card) -> float:
-    compute = 0.0
-    if each.flops:
-        if each.operands not in card.peak:
-            raise ConfigError(
-                f"plan: {card.name} has no unit for {each.operation} of {each.operands or 'such'} operands. "
-                f"It multiplies {', '.join(card.peak)}; choose a recipe of those, or another card."
-            )
-        share = ATTENTION if each.kind == "attention" else PRODUCTS / SUMS[each.sums]
-        compute = each.flops / (share * card.peak[each.operands])
-    return max(compute, each.nbytes / (BYTES * card.bandwidth), LAUNCH)
-
-
 WORDS = {
     "products": "products", "attention": "attention", "casts": "casts", "elementwise": "norms, activations and the like",
     "loss": "loss", "optimizer": "update",
 }  # fmt: skip
 
 
-def as_dict(found: Time, card: Card, tokens: int) -> dict[str, Any]:
-    """In JSON's types, with `lines` for people; tokens: of a step, all micro-batches."""
+def as_dict(found: Time, card: Card, tokens: int, messages: float = 0.0) -> dict[str, Any]:
+    """In JSON's types, with `lines` for people. tokens: of a step, all micro-batches and ranks; messages: seconds of those of a rank."""
     low, high = found.likely
+    low, high = max(low, messages), high + messages
     rate = f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s"
     bound = "bound by launching, which Python does" if found.is_launch_bound else "bound by the device"
     most = sorted(found.by_kind, key=lambda kind: -found.by_kind[kind])
     shares = ", ".join(
         f"{WORDS[kind]} {100 * found.by_kind[kind] / found.device:.0f} %" for kind in most if found.by_kind[kind]
     )
+    lines = [
+        f"A step takes {found.seconds:.3g} s in eager mode, predicted, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
+        f"Of the device's time: {shares}.",
+    ]
+    if messages:
+        lines.append(f"Messages between ranks take {messages:.2g} s, of which the device's work hides what it can.")
     return {
         "seconds": found.seconds, "likely_seconds": [low, high], "tokens_per_s": [tokens / high, tokens / low],
         "device_seconds": found.device, "host_seconds": found.host, "launches": found.launches,
-        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase,
-        "lines": [
-            f"A step takes {found.seconds:.3g} s at least by roofline, in eager mode, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
-            f"Of the device's time: {shares}.",
-        ],
+        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase, "messages_seconds": messages, "lines": lines,
     }  # fmt: skip

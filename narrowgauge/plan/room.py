@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowgauge.ops.registry import Device, device_facts
-from narrowgauge.plan.cards import CARDS, CONTEXT, Card, card, of_memory
+from narrowgauge.ops.timing.cards import CARDS, CONTEXT, Card, card, of_memory
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.text import gib
 

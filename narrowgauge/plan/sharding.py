@@ -64,7 +64,6 @@ def _saved(kind: Kind, size: int, tp: int, in_flight: int) -> int:
     part, module = kind
     if part != "saved":
         return size
-    inner = (
-        "." in module or "attn" in module or "mlp" in module
-    )  # below a block: attention, MLP, and the layers in them
+    # Below a block: attention, MLP, and the layers in them.
+    inner = "." in module or "attn" in module or "mlp" in module
     return size * in_flight // (tp if inner else 1)

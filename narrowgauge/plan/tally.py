@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from narrowgauge.ops.timing.work import Work
 from narrowgauge.plan.count import Count
-from narrowgauge.plan.work import Work
 
 PHASES = ("forward", "backward", "step")
 KINDS = ("products", "attention", "casts", "elementwise", "loss", "optimizer")
@@ -27,6 +27,9 @@ class Done:
     operands: str
     own: bool
     sums: str
+    rows: int
+    columns: int
+    elements: int
 
 
 Tally = dict[Done, float]
@@ -52,7 +55,19 @@ def _done(work: Work, phase: str) -> Done:
         elif kind == "elementwise" and phase in ("head", "backward"):
             kind = "loss"
     place = "forward" if phase == "head" else phase.split()[0]
-    return Done(place, kind, work.operation, work.flops, work.nbytes, work.operands, work.own, work.sums)
+    return Done(
+        place,
+        kind,
+        work.operation,
+        work.flops,
+        work.nbytes,
+        work.operands,
+        work.own,
+        work.sums,
+        work.rows,
+        work.columns,
+        work.elements,
+    )
 
 
 def deeper(few: Tally, more: Tally, layers: int) -> Tally:
@@ -69,6 +84,7 @@ def deeper(few: Tally, more: Tally, layers: int) -> Tally:
             grown = replace(
                 small, flops=small.flops + layers * (large.flops - small.flops),
                 nbytes=small.nbytes + layers * (large.nbytes - small.nbytes),
+                elements=small.elements + layers * (large.elements - small.elements),
             )  # fmt: skip
             found[grown] = found.get(grown, 0) + times
             after[large] -= times

@@ -164,7 +164,7 @@ def _proved_by_numbers(
     logits = model(**inputs).logits
     product = head(model.base_model(**inputs).last_hidden_state)
     product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
-    for cap in {None, softcap}:
+    for cap in dict.fromkeys((None, softcap)):
         if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
             return True, cap
     return False, None

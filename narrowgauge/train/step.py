@@ -15,6 +15,7 @@ from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective, inputs_of
 from narrowgauge.train.optimizer import apply_memory_options
+from narrowgauge.train.pending import Decision
 from narrowgauge.train.tasks import TrainTask
 
 Call = Callable[..., Any]  # call(compute, *given) is compute(*given), inside a forward pass of the model
@@ -49,9 +50,22 @@ def clipped(config: TrainConfig, model: nn.Module, stages: Any = None, held: Hel
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 
-def update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, advance: Callable[[], None]) -> None:
-    """The optimizer's step, and what follows it. advance: `narrowgauge.advance` of the model."""
-    if scaler:
+def update(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    advance: Callable[[], None],
+    decision: Decision | None = None,
+) -> None:
+    """The optimizer's step, and what follows it. advance: `narrowgauge.advance` of the model.
+
+    decision: the device leaves it out, if it is to be left out, and nothing waits; None: the host has looked, or a GradScaler looks
+    """
+    if decision is not None:
+        decision.tell(optimizer)
+        optimizer.step()
+        if scaler:
+            scaler.update()
+    elif scaler:
         scaler.step(optimizer)
         scaler.update()
     else:

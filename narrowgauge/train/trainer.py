@@ -4,8 +4,9 @@
     stop here if loss or gradient norm is not finite: nothing has been changed yet
     clip, optimizer.step(), advance(model)
 
-A step synchronises with the host once, to read its loss and gradient norm. A run that goes on
-from the checkpoint of step k continues with batch k + 1 of the same sequence.
+On a GPU the device stops: it leaves out this update and those after it, and the host, which waits for nothing else, finds that when it
+reads the numbers of several steps together (`pending`): before it prints, logs, evaluates, saves or ends. CUDA graphs and steps in backward
+are read step by step. A run that goes on from the checkpoint of step k continues with batch k + 1 of the same sequence.
 What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`). On several ranks (`parallel`) each has
 its micro-batches of a step; what decides anything, and what is logged, is of all of them together.
 """
@@ -14,7 +15,7 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
+from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
@@ -45,6 +47,7 @@ from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
+from narrowgauge.train.pending import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
@@ -108,6 +111,12 @@ class Trainer:
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
+        self.pending: Pending | None = None  # None: each step is read before its update
+        self.decision: Decision | None = None
+        if waits(device) and self.graphs is None and self.stepping is None:
+            scales, most = self.scaler is not None, MOST_SKIPPED_STEPS
+            self.decision = Decision(device, ranks.world, scales, most, self.skipped_steps)
+            self.pending = Pending()
         self._compare_ranks()
 
     def _policy(self) -> tuple[str, str]:
@@ -230,15 +239,19 @@ class Trainer:
         while self.step < config.steps and not stop.requested:
             started_at_s = time.monotonic()
             self._switch(show)
-            numbers, inputs = self._watched_step(monitor, show)
-            spent_s = time.monotonic() - started_at_s
-            self.trained_s += spent_s
-            speed, peak = inputs / spent_s, peak_bytes(self.device) if self.has_own_peak else 0
-            compiled = {"compiled_graphs": launches.compiled_graphs()} if config.compile else {}
-            self.log.write(
-                "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak, **compiled
-            )
-            show.step(self.step, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=peak)
+            if self.pending is not None:
+                self.pending.begin()
+            try:
+                numbers, inputs = self._watched_step(monitor, show)
+            except DataError:
+                self._read(show)  # what was computed before is logged
+                raise
+            numbers["peak_bytes"] = peak_bytes(self.device) if self.has_own_peak else 0
+            numbers |= {"compiled_graphs": launches.compiled_graphs()} if config.compile else {}
+            if self.pending is None:
+                self._log_step(self.step, numbers, inputs, time.monotonic() - started_at_s, show)
+            elif self._is_read_after(self.step, monitor):
+                self._read(show)
             monitor.report(self.step, show)
             if config.digest_every and self._is_due(config.digest_every):
                 self._compare_ranks()
@@ -247,10 +260,51 @@ class Trainer:
             if self._is_due(config.eval_every):
                 self._evaluate(show)
             if stop.requested or self._is_due(config.checkpoint_every):
+                self._read(show)  # a signal may come at any time
                 self._save()
+        self._read(show)
         if self.step > self.saved_step:  # asked to stop after this step had looked whether to save
             self._save()
         return stop.requested if self.step < config.steps else "finished"
+
+    def _log_step(self, number: int, numbers: dict[str, Any], inputs: int, spent_s: float, show: Console) -> None:
+        """Of a step whose numbers are known."""
+        self.trained_s += spent_s
+        speed = inputs / spent_s
+        self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
+        show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
+
+    def _is_read_after(self, number: int, monitor: launches.LaunchMonitor) -> bool:
+        """Whether the host reads the steps so far after this one: their numbers are told or used then, or the next step is another."""
+        config, following = self.config, number + 1
+        intervals = [config.log_every, config.eval_every, config.checkpoint_every, config.digest_every]
+        intervals.append(config.tensor_every)
+        is_due = any(map(self._is_due, intervals)) or (config.tensor_every > 0 and following % config.tensor_every == 0)
+        measured = monitor.measures(following) or monitor.measures(number)
+        switches = any(stage.step == following for stage in self.stages)
+        most = self.pending is not None and len(self.pending.steps) >= MOST
+        return is_due or measured or switches or most or bool(self._stop.requested)
+
+    def _read(self, show: Console) -> None:
+        """Reads and logs the steps that were launched; ends the run where one of them has to. Time is shared out by tokens."""
+        if self.pending is None or not self.pending.steps:
+            return
+        steps, readings = self.pending.steps, self.pending.read()
+        per_token_s = (time.monotonic() - self.pending.started_at_s) / sum(each.inputs for each in steps)
+        self.pending.steps = []
+        if isinstance(self.optimizer, NarrowOptimizer):
+            self.optimizer.settle([not math.isfinite(norm) for *_, norm in readings])
+        newest = self.step
+        for each, (*losses, norm) in zip(steps, readings, strict=True):
+            self.ranks.place = f"step {each.number}"
+            loss, norm = agreed(losses, norm, self.ranks)
+            if not self._is_fine(loss, norm):
+                self.step = each.number - 1
+                self.pending.put_back(each, self.parallel.agreements)
+                self._end_nonfinite(loss, norm, each.micro_batches, each.numbers["tokens"])
+            numbers = {"loss": loss, "grad_norm": norm, **each.numbers}
+            self._log_step(each.number, numbers, each.inputs, each.inputs * per_token_s, show)
+        self.step = newest
 
     def _compare_ranks(self) -> None:
         """Raises DriftError if ranks differ in what they hold alike."""
@@ -272,6 +326,8 @@ class Trainer:
                 show.say(str(stage))
                 if self.graphs is not None:
                     self.graphs.renew()
+                if self.pending is not None:
+                    self.pending.forget_windows()
 
     def _watched_step(self, monitor: launches.LaunchMonitor, show: Console) -> tuple[dict[str, Any], int]:
         """`_optimizer_step`, with statistics of tensors or the GPU's idle time where they are due."""
@@ -291,7 +347,7 @@ class Trainer:
     def _optimizer_step(self) -> tuple[dict[str, Any], int]:
         """One step, all micro-batches; returns what the log says of it, and how many tokens the model read.
 
-        Raises NumericsError before anything changes.
+        Raises NumericsError before anything changes; where it is not read yet, loss and norm are not among what is returned.
         """
         number = self.step + 1
         self.ranks.place = f"step {number}"
@@ -300,6 +356,9 @@ class Trainer:
         targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
+        if self.pending is not None:
+            numbers = {"lr": lr, "tokens": targets, **facts}
+            return self._launched(self.pending, numbers, micro_batches, step_batch.inputs), step_batch.inputs
         if self.stepping is not None:
             loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
         else:
@@ -312,6 +371,19 @@ class Trainer:
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs
+
+    def _launched(
+        self, pending: Pending, numbers: dict[str, Any], micro_batches: list[Batch], inputs: int
+    ) -> dict[str, Any]:
+        """A step whose numbers are read later; returns what the log will say beside them, to which more may be added."""
+        assert self.decision is not None
+        windows, counted = pending.windows(self.model), [each.step for each in self.parallel.agreements]
+        readings = self._gradient(micro_batches, numbers["tokens"])
+        self.decision.see(readings)
+        step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), self.decision)
+        self.step += 1
+        pending.steps.append(Step(self.step, readings, numbers, inputs, micro_batches, windows, counted))
+        return numbers
 
     def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; on the device: the losses of its micro-batches, and the norm before clipping."""
@@ -366,12 +438,20 @@ class Trainer:
         return loss.detach()
 
     def _refuse_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> None:
+        if not self._is_fine(loss, grad_norm):
+            self._end_nonfinite(loss, grad_norm, micro_batches, targets)
+
+    def _is_fine(self, loss: float, grad_norm: float) -> bool:
+        """Whether the run goes on after a step with these numbers; called once for each, in order."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_steps = 0
-            return
+            return True
         self.skipped_steps += 1
-        if self.scaler and math.isfinite(loss) and self.skipped_steps <= MOST_SKIPPED_STEPS:
-            return  # float16 overflowed: the scaler leaves this step out and lowers its scale
+        # float16 overflowed: this step is left out, and the scaler lowers its scale
+        return self.scaler is not None and math.isfinite(loss) and self.skipped_steps <= MOST_SKIPPED_STEPS
+
+    def _end_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> NoReturn:
+        """Takes the step after this one's weights once more to see where it appeared, and raises NumericsError."""
         number = self.step + 1
         self.optimizer.zero_grad()
         whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run

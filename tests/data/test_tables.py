@@ -239,9 +239,8 @@ def test_parquet_refuses_what_is_no_text(parquet, columns, column, message):
 
 
 def test_parquet_invalid_utf8_names_the_row(parquet):
-    broken = pyarrow.Array.from_buffers(
-        pyarrow.string(), 2, pyarrow.array([b"good", b"\xff\xfe"]).buffers()
-    )  # Arrow does not look into the bytes here
+    # Arrow does not look into the bytes here.
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"good", b"\xff\xfe"]).buffers())
     with pytest.raises(DataError, match=r"rows\.parquet:2: column 'text' is invalid UTF-8 at byte 0"):
         read(parquet(text=broken))
 

@@ -28,12 +28,8 @@ pytestmark = [
 ]
 
 RECIPES = [name for name in ng.recipes.names() if name not in NEED_THE_ORIGINAL]
-RANDOM = (
-    "nvfp4",
-    "int4-hq-bs",
-    "int4-minmax-sr",
-    "int4-row-sr",
-)  # compiled, their random numbers are torch's generator's
+# Compiled, their random numbers are torch's generator's.
+RANDOM = ("nvfp4", "int4-hq-bs", "int4-minmax-sr", "int4-row-sr")
 FORMS = ("fp8-current", "mxfp8")  # one set of codes, and two
 
 

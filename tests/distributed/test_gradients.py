@@ -382,9 +382,8 @@ def test_mu_is_of_the_tensor_s_name_and_goes_on_from_a_checkpoint_of_any_kind(ra
     for state in ranks(world)(_continued, kind, saved):
         assert list(state["mu"]) == sorted(names)
         assert set(state["mu"].values()) == {float(torch.tensor(0.25) * 2 ** (1 / DOUBLING_STEPS))}
-    too_large = {
-        "mu": {name: 2.0 for name in names}
-    }  # the largest numbers overflow: more than 0.001 % of tensors so small
+    # The largest numbers overflow: more than 0.001 % of tensors so small.
+    too_large = {"mu": {name: 2.0 for name in names}}
     for state in ranks(world)(_continued, kind, too_large):
         assert set(state["mu"].values()) == {1.0}
 

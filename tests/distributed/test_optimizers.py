@@ -99,12 +99,8 @@ STATES_OF_RULES = [(rule, {"states": states}, FP32) for rule in OPTIMIZERS for s
 WITH_MASTERS = [
     ("adamw", {"states": states, "master": master}, BF16) for states in ("fp32", "8bit") for master in MASTERS
 ]
-QUICK = [
-    *STATES_OF_RULES[:5],
-    STATES_OF_RULES[6],
-    STATES_OF_RULES[12],
-    *WITH_MASTERS[4:],
-]  # every rule, state and master
+# Every rule, state and master.
+QUICK = [*STATES_OF_RULES[:5], STATES_OF_RULES[6], STATES_OF_RULES[12], *WITH_MASTERS[4:]]
 PAIRS = [  # one quick one of two new formats, of which the tiles of one are smaller
     ("adamw", {"states": "fp16/4bit", "master": "fp16-scaled"}, BF16),
     ("adamw", {"states": "8bit/fp32"}, FP32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict
 from functools import partial
 
@@ -240,7 +241,7 @@ def _with_data_parallelism(recipe, activations):
 
     def wrap(module):
         for block in module:
-            fully_shard(block, mesh=replicas)
+            fully_shard(block, mesh=replicas, reshard_after_forward=False)
         fully_shard(module, mesh=replicas)
         for each in module.modules():
             if hasattr(each, "set_gradient_divide_factor"):
@@ -354,6 +355,24 @@ def _copied():
     x, copied = torch.randn(2, WIDTH), copy.deepcopy(stage.submod)
     with torch.no_grad():
         return copied(x).shape, pickle.loads(pickle.dumps(copied))(x).shape
+
+
+def _warned_of(reshards):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "shards"))
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(module[0], mesh=mesh["shards"], reshard_after_forward=reshards)
+    fully_shard(module, mesh=mesh["shards"])
+    stage = PipelineStage(module, dist.get_rank(), 2, torch.device("cpu"), group=mesh["stages"].get_group())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ng.distribute(stage)
+    return [str(each.message) for each in found if "zero-bubble" in str(each.message)]
+
+
+def test_stages_that_reshard_are_named(ranks):
+    for rank, words in enumerate(ranks(2)(_warned_of, True)):
+        assert len(words) == 1 and f"stage {rank} reshards the weights of '0' after forward" in words[0]
+    assert ranks(2)(_warned_of, False) == [[], []]
 
 
 def test_a_copy_of_a_stage_takes_and_gives_plain_tensors(ranks):

@@ -84,9 +84,8 @@ def test_gradients_travel_likewise():
 def test_zeros_and_empty_tensors():
     for shape in [(3, 64), (0, 64), (3, 0), (2, 0, 33)]:
         assert torch.equal(decode(encode(torch.zeros(shape))), torch.zeros(shape))
-    assert torch.equal(
-        decode(torch.zeros_like(encode(torch.ones(2, 45)))), torch.zeros(2, 45)
-    )  # torch sends it for no gradient
+    # Torch sends it for no gradient.
+    assert torch.equal(decode(torch.zeros_like(encode(torch.ones(2, 45)))), torch.zeros(2, 45))
 
 
 def test_other_tensors_are_no_messages():

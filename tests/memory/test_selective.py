@@ -18,9 +18,8 @@ from narrowgauge.plan import Step, count
 from tests.memory.models import batch, llama, step
 from tests.selection import quick
 
-ADA = Device(
-    "cuda", (8, 9), cuda=(12, 9)
-)  # FP8 in tiles is a Triton kernel there, which torch's dispatcher does not see
+# FP8 in tiles is a Triton kernel there, which torch's dispatcher does not see.
+ADA = Device("cuda", (8, 9), cuda=(12, 9))
 INPUTS = {**batch(), "use_cache": False}
 LINEARS = 7  # of a block
 BLOCKS = 4

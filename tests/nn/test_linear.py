@@ -23,13 +23,11 @@ from tests.compare import assert_same, sqnr_db
 SHAPES = [(48, 64, 32), (33, 130, 70), (1, 16, 16), (7, 5, 3)]  # tokens, in_features, out_features
 STATELESS = [recipe for recipe in recipes.ALL if not recipe.has_memory]
 NARROW = [recipe for recipe in recipes.ALL if recipe.name != "bf16"]
-RECAST = [
-    recipe for recipe in recipes.ALL if recipe.backward == "recast"
-]  # 4-bit integers: tests/nn/test_straight_through.py
+# 4-bit integers: tests/nn/test_straight_through.py.
+RECAST = [recipe for recipe in recipes.ALL if recipe.backward == "recast"]
 FOUR_BITS = [recipe for recipe in NARROW if recipe.output.lhs.format.bits == 4]
-KEEPS_CODES = [
-    recipe for recipe in NARROW if recipe.name != "mxfp4"
-]  # random signs: codes of x could not be used again
+# Random signs: codes of x could not be used again.
+KEEPS_CODES = [recipe for recipe in NARROW if recipe.name != "mxfp4"]
 
 
 def layer_of(recipe: Recipe | None, k: int = 64, n: int = 32, **options: object) -> QLinear:

@@ -212,9 +212,8 @@ def test_five_eighths_of_a_byte_per_element_are_kept() -> None:
     """Codes at half a byte, one bit of mask; two scales of 4 bytes, the one of the weight included."""
     elements = 128 * 64
     assert kept_bytes(recipes.get("int4-hq-bs")) == elements * 5 // 8 + 8
-    rows = (
-        128 // 64
-    )  # learned steps: float16 rounding errors of 1 row in 64, and which rows they are; and the two steps
+    # Learned steps: float16 rounding errors of 1 row in 64, and which rows they are; and the two steps.
+    rows = 128 // 64
     assert kept_bytes(recipes.get("int4-hq-lss")) == elements * 5 // 8 + 8 + rows * (64 * 2 + 8) + 8
 
 
@@ -360,9 +359,8 @@ def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: 
                 optimizer.step()
             ng.advance(model)
         optimizer.zero_grad()
-        words = [
-            str(each.message) for each in caught if "plain torch" not in str(each.message)
-        ]  # without a C++ compiler
+        # Without a C++ compiler.
+        words = [str(each.message) for each in caught if "plain torch" not in str(each.message)]
         said += [step for each in words if "no learned step of 2 layers, '0' the first," in each]
         assert len(words) == said.count(step)
     return said

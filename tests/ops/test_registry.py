@@ -29,6 +29,7 @@ NOT_FP8 = Refusal("operands", "needs two FP8 operands")
 NOT_BY_ROW = Refusal("operands", "needs two operands with one scale per tensor or row")
 NOT_IN_BLOCKS = Refusal("operands", "needs two FP8 operands in tiles of 1x128 or 128x128")
 NOT_MX = Refusal("operands", "needs two operands of MXFP8, MXFP4 or NVFP4")
+NOT_TWO_INT4 = Refusal("operands", "needs two operands of INT4")
 NOT_INTEGERS = Refusal("operands", "needs two integer operands")
 NOT_IN_TILES = Refusal("operands", "needs two FP8 operands in tiles")
 NOT_INT4 = Refusal("operands", "needs two operands of INT4, one of which may be a bit-split gradient")
@@ -41,7 +42,7 @@ def choose(gemm, device, forced=None, expanded=False):
 # --- the table of the design: what runs where ------------------------------------------------------------------------------
 
 
-TENSOR = dict.fromkeys(("fp8-delayed", "fp8-current"), "native")
+TENSOR = dict.fromkeys(("fp8-delayed", "fp8-current", "fp8-current-fast"), "native")
 FP8 = TENSOR | {"fp8-row": "native"}
 INT8_UNITS = {"int8": "native-int8"}
 
@@ -111,6 +112,7 @@ def test_every_refusal_has_its_reason(name, device, changed):
         "native": NOT_FP8,
         "native-block": NOT_IN_BLOCKS,
         "native-mx": NOT_MX,
+        "native-int4": NOT_TWO_INT4,
         "native-int8": NOT_INTEGERS,
         "native-cpp": NOT_INT4,
         "triton": NOT_IN_TILES,
@@ -172,7 +174,7 @@ def test_an_unknown_kernel_names_the_closest():
         choose(Gemm(), PLAIN_CPU, "nativ")
     with pytest.raises(
         BackendError,
-        match=r"no kernel 'zzz'\. Closest: native, native-block, native-mx, native-int8, native-cpp, triton, reference\.$",
+        match=r"no kernel 'zzz'\. Closest: native, native-block, native-mx, native-int4, native-int8, native-cpp, triton, reference\.$",
     ):
         choose(Gemm(), PLAIN_CPU, "zzz")
 

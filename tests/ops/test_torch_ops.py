@@ -1,6 +1,7 @@
 """Every operator that the library registers with torch passes torch.library.opcheck (exact): schema, shapes of fake tensors, tracing.
 
-`block_mm` has no kernel for the CPU. There Triton's interpreter stands in (tests/ops/triton/interpreted_products.py).
+`cast` and `cast_delayed` are checked in test_compiled_casts.py. `block_mm` and `int4_mm` have no kernel for the CPU. Triton's interpreter
+stands in (tests/ops/triton/interpreted_products.py), and threads of the CPU (test_int4_units.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def registered() -> set[str]:
 
 def test_every_operator_is_checked() -> None:
     registries()  # imports all modules that may register one
-    assert registered() == {"narrowgauge::block_mm", "narrowgauge::gathered_codes"}
+    names = ("block_mm", "cast", "cast_delayed", "gathered_codes", "int4_mm", "scaled_mm")
+    assert registered() == {f"{NAMESPACE}{name}" for name in names}
 
 
 @pytest.mark.parametrize("is_at_hand", [False, True])
@@ -34,3 +36,11 @@ def test_gathered_codes(is_at_hand: bool) -> None:
     weight = Weight()
     given = (weight.at_hand, codes_in_graphs.numbered(weight), torch.randn(3, 6), "cols", True)
     torch.library.opcheck(torch.ops.narrowgauge.gathered_codes.default, given)
+
+
+def test_scaled_mm() -> None:
+    """Of the kinds that a CPU multiplies: one scale per tensor. The check of schemas multiplies FP8 by numbers, which torch does not."""
+    lhs, rhs = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 48))
+    kind, scale = torch.nn.functional.ScalingType.TensorWise.value, torch.ones(())
+    given = (lhs, rhs, [scale], [kind], [], [scale], [kind], [], torch.bfloat16)
+    torch.library.opcheck(torch.ops.narrowgauge.scaled_mm.default, given, test_utils=("test_faketensor",))

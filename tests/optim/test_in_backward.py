@@ -301,9 +301,8 @@ def test_the_last_of_several_passes_steps():
     """Matrices of 4,096 elements are summed in FP8 until the last pass, which is added in float32: within that cast of the plain sum."""
     held, twice, before = accumulated(""), accumulated("two-pass"), accumulated("previous")
     assert float(twice[2]) == pytest.approx(float(held[2]), rel=0.01)
-    assert float(before[2]) == pytest.approx(
-        float(twice[2]), rel=0.2
-    )  # of other weights: the first step was clipped by less
+    # Of other weights: the first step was clipped by less.
+    assert float(before[2]) == pytest.approx(float(twice[2]), rel=0.2)
     torch.manual_seed(4)
     start = nn.Linear(64, 96).weight.detach()
     for found in (twice, before):

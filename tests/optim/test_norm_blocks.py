@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from narrowgauge.ops.cpp import build
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cpp import norm
 from narrowgauge.optim.cpp.norm import BLOCK, Blocks
 from tests.compare import assert_same
 
-pytestmark = pytest.mark.skipif(bool(norm.refuse()), reason=norm.refuse() or "built")
+pytestmark = pytest.mark.skipif(bool(norm.LIBRARY.missing), reason=norm.LIBRARY.missing or "built")
 SHAPES = [(3, BLOCK - 1), (1,), (0, 4), (BLOCK,), (40, 257)]
 
 
@@ -28,7 +29,7 @@ def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_square_and_product(dtype, threads, monkeypatch):
     """Relative 2^-40: sums of 14,000 float64 squares, each within 2^-53."""
-    monkeypatch.setattr(norm.build, "parts", lambda elements: threads)
+    monkeypatch.setattr(build, "parts", lambda elements: threads)
     own, theirs = gradients(dtype), gradients(dtype)
     blocks = Blocks.of(own)
     truth = sum(each.double().square().sum() for each in theirs)
@@ -43,7 +44,7 @@ def test_square_and_product(dtype, threads, monkeypatch):
 def test_sums_do_not_depend_on_threads(monkeypatch):
     found = []
     for threads in (1, 2, 3):
-        monkeypatch.setattr(norm.build, "parts", lambda elements, threads=threads: threads)
+        monkeypatch.setattr(build, "parts", lambda elements, threads=threads: threads)
         found.append(Blocks.of(gradients(torch.float32)).square())
     assert found[0] == found[1] == found[2]
 

@@ -266,9 +266,8 @@ def test_rules_say_which_states_stay_wide():
     assert state_bytes(optimizer) == predicted
     assert "embedding" in str(predicted) and optimizer.state.get(model.small.weight) is None
     narrow = state_bytes(AdamW(groups(model, embeddings="same"), states="8bit"))
-    assert (
-        narrow.total == predicted.total - 6400 * 8 + 6400 * 2 + 100 * 2 * 2
-    )  # one scale of 2 bytes per moment and row
+    # One scale of 2 bytes per moment and row.
+    assert narrow.total == predicted.total - 6400 * 8 + 6400 * 2 + 100 * 2 * 2
     assert state_bytes(AdamW(model, states="8bit", embeddings="same")).total == narrow.total
     named = AdamW(nn.ModuleDict({"wte": nn.Embedding(100, 64)}).named_parameters(), states="8bit")
     assert [row.rule for row in state_bytes(named).rows] == ["embedding"]

@@ -66,9 +66,8 @@ def in_8_bits(elements: int) -> float:
 
 
 ADAMW = 2 * 2 * PARAMETERS
-NARROW = in_8_bits(IN_LINEARS + WORDS * WIDTH) + 2 * 4 * (
-    WORDS * WIDTH + NORMS
-)  # the head's too; the embedding's in float32
+# The head's too; the embedding's in float32.
+NARROW = in_8_bits(IN_LINEARS + WORDS * WIDTH) + 2 * 4 * (WORDS * WIDTH + NORMS)
 EIGHT = {"states": "8bit", "master": "stochastic", "checkpointing": "full"}
 
 

@@ -16,11 +16,8 @@ from narrowgauge.data import Document
 from tests.train.tasks import folders
 
 pytest.importorskip("accelerate")  # which transformers' Trainer needs
-pytestmark = [
-    pytest.mark.benchmark,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]  # the Trainer's own, of torch's and accelerate's versions
+# The Trainer's own, of torch's and accelerate's versions.
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")

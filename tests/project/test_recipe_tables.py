@@ -58,9 +58,8 @@ def casts(recipe: Recipe) -> list[Cast]:
 
 def test_readme_names_every_recipe_in_the_order_of_the_registry() -> None:
     rows = [named(row[0])[0] for row in table(README, "recipe", "forward")]
-    after = (
-        README.partition(f"| `{rows[-1]}` |")[2].partition("\n\n")[2].partition("\n\n")[0]
-    )  # the paragraph below the table
+    # The paragraph below the table.
+    after = README.partition(f"| `{rows[-1]}` |")[2].partition("\n\n")[2].partition("\n\n")[0]
     others = [name for name in named(after) if name not in rows]
     assert set(rows) | set(others) == set(recipes.names()) and len(rows) + len(others) == len(recipes.names())
 

@@ -375,9 +375,8 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch._dynamo, of its own making
+# Torch._dynamo, of its own making.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.skipif(machine.cpp_compiler() is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_steps_are_those_of_eager_mode(make, monkeypatch):
     """Forward, backward and evaluation as traced graphs, without the generated code, whose compilation takes minutes.
@@ -531,9 +530,8 @@ def test_squares_of_gradients_beyond_float32_are_clipped_and_the_run_goes_on(mak
 
 
 def test_the_bad_micro_batch_need_not_be_the_first(make, installed):
-    installed(
-        lambda model: in_operand(model, Poison(math.inf, first=12))
-    )  # the last of step 3; the repetition has it first
+    # The last of step 3; the repetition has it first.
+    installed(lambda model: in_operand(model, Poison(math.inf, first=12)))
     with pytest.raises(NumericsError, match=f"step 3: .*{UP}"):
         loop.run(make(micro_batches=4))
 

@@ -68,12 +68,8 @@ OTHERS = [
 
 @pytest.mark.parametrize("settings", quick([*OPTIMIZERS[1:3], OTHERS[0]], OPTIMIZERS + OTHERS), ids=str)
 def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
-    sizes = {
-        "hidden_size": 64,
-        "heads": 2,
-        "intermediate_size": 96,
-        "recipe": "fp8-current",
-    }  # matrices of 4,096 and more
+    # Matrices of 4,096 and more.
+    sizes = {"hidden_size": 64, "heads": 2, "intermediate_size": 96, "recipe": "fp8-current"}
     reference = make("reference", **sizes, **settings)
     assert loop.run(reference) == 0
     config = make("stopped", **sizes, **settings)

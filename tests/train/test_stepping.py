@@ -25,6 +25,15 @@ RUNS = [
 ]
 
 
+def assert_resumed(config, reference, before_step):
+    """Stopped before its third step and resumed, a run has the bits of one that was not."""
+    before_step(3, lambda trainer: signal.raise_signal(signal.SIGTERM))
+    assert loop.run(config) == 75
+    assert loop.run(replace(config, resume=True)) == 0
+    assert tiny.losses(Path(config.output)) == tiny.losses(Path(reference.output))
+    assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
+
+
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
 def test_two_passes_are_the_ordinary_run(make, settings):
     folders = []
@@ -50,11 +59,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(make, before_step, clip_by)
     }
     reference, config = make("reference", **common), make("stopped", **common)
     assert loop.run(reference) == 0
-    before_step(3, lambda trainer: signal.raise_signal(signal.SIGTERM))
-    assert loop.run(config) == 75
-    assert loop.run(replace(config, resume=True)) == 0
-    assert tiny.losses(Path(config.output)) == tiny.losses(Path(reference.output))
-    assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
+    assert_resumed(config, reference, before_step)
     assert all(event["grad_norm"] > 0 for event in tiny.events(Path(config.output), "step"))
 
 
@@ -94,11 +99,7 @@ def test_sums_in_fp8_resume_exactly_and_learn_as_sums_of_16_bits(make, before_st
     )
     for each in (ordinary, reference):
         assert loop.run(each) == 0
-    before_step(3, lambda trainer: signal.raise_signal(signal.SIGTERM))
-    assert loop.run(config) == 75
-    assert loop.run(replace(config, resume=True)) == 0
-    assert tiny.losses(Path(config.output)) == tiny.losses(Path(reference.output))
-    assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
+    assert_resumed(config, reference, before_step)
     truth, found = tiny.losses(Path(ordinary.output)), tiny.losses(Path(reference.output))
     assert truth != found and all(found[step] == pytest.approx(truth[step], rel=0.01) for step in truth)
 

@@ -39,10 +39,8 @@ def test_an_entry_says_what_when_and_where(written, layers, recipe, after, produ
 def test_a_share_is_of_the_steps_rounded_down():
     [entry] = switch_syntax.parse("bf16@82%")
     assert [entry.after_step(steps) for steps in (100, 10, 300, 7)] == [82, 8, 246, 5]
-    assert [entry.after_step(100) for entry in switch_syntax.parse("bf16@29%, bf16@58%")] == [
-        29,
-        58,
-    ]  # floats would give 28, 57
+    # Floats would give 28, 57.
+    assert [entry.after_step(100) for entry in switch_syntax.parse("bf16@29%, bf16@58%")] == [29, 58]
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,8 @@ from tests.train import tiny
 from tests.train.test_torchrun import trained
 
 DEEP = {"hidden_size": 64, "intermediate_size": 128, "layers": 8, "steps": 6, "learning_rate": 3e-3}
-WIDE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "steps": 2,
-}  # rows and columns that no tile or block of a recipe is cut in
+# Rows and columns that no tile or block of a recipe is cut in.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "steps": 2}
 MOST = 1.5  # of the control's drift: of weights
 MOST_OF_LOSSES = 3.0
 
@@ -109,14 +106,20 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", OPTIONS, ids=str)
-def test_settings_that_work_on_one_process_work(ranks, make, settings):  # noqa: F811
-    """Losses of two steps: each of these changes what is kept or stored, and hardly what is computed."""
-    reference, config = make("reference", **WIDE, **settings), make("ranks", parallel="tp=2", **WIDE, **settings)
+def assert_as_one_process(ranks, make, parallel, settings):  # noqa: F811
+    """Losses of two ranks and of one process; returns both configurations."""
+    reference, config = make("reference", **WIDE, **settings), make("ranks", parallel=parallel, **WIDE, **settings)
     assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
     ours, theirs = tiny.losses(Path(config.output)), tiny.losses(Path(reference.output))
     assert ours == pytest.approx(theirs, rel=1e-5 if settings["recipe"] == "none" else 5e-3)
+    return reference, config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", OPTIONS, ids=str)
+def test_settings_that_work_on_one_process_work(ranks, make, settings):  # noqa: F811
+    """Each of these changes what is kept or stored, and hardly what is computed."""
+    assert_as_one_process(ranks, make, "tp=2", settings)
 
 
 @pytest.mark.slow

@@ -146,9 +146,8 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
     before_step(2, lambda trainer: faulty_run.apply("overflow", trainer))
     assert loop.run(reference) == 0
     config = make("ranks", parallel=layout, **common)
-    faults = [
-        ("overflow", rank, 2) for rank in range(1, several, 2)
-    ]  # one shard of each copy, whose gradients are equal
+    # One shard of each copy, whose gradients are equal.
+    faults = [("overflow", rank, 2) for rank in range(1, several, 2)]
     assert ranks(several)(trained, config, faults) == [0] * several
     ours, theirs = tiny.digests(Path(config.output)), tiny.digests(Path(reference.output))
     assert ours["scaler"] == theirs["scaler"] and "32768.0" in ours["scaler"]

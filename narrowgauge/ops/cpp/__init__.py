@@ -17,20 +17,24 @@ from narrowgauge.ops.registry import Refusal
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """The functions narrowgauge_NAME(first, last, ...) of C++ sources in this folder, each for rows of a result; built when first asked.
+    """The functions narrowgauge_NAME(first, last, ...) of C++ sources, each for rows of a result; built when first asked.
 
     signatures  NAME -> the types of the arguments after the rows
+    package     whose folder has the sources
+    instead     what a user does without it
     """
 
     sources: tuple[str, ...]
     purpose: str
     signatures: dict[str, tuple[Any, ...]]
+    package: str = "narrowgauge.ops.cpp"
+    instead: str = "use the reference, which is slower"
 
     @cached_property
     def loaded(self) -> ctypes.CDLL:
         from narrowgauge.ops.cpp.build import library
 
-        found = library("narrowgauge.ops.cpp", self.sources, self.purpose, "use the reference, which is slower")
+        found = library(self.package, self.sources, self.purpose, self.instead)
         for name, arguments in self.signatures.items():
             function = getattr(found, f"narrowgauge_{name}")
             function.argtypes, function.restype = (ctypes.c_int64, ctypes.c_int64, *arguments), None

@@ -50,7 +50,7 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
     texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
     name = hashlib.sha256("\0".join((*texts.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
     place = cache_folder()
-    target = next(filter(_is_whole, sorted(place.glob(f"{subject}-{name}-*.so"))), None)
+    target = next(filter(is_whole, sorted(place.glob(f"{subject}-{name}-*.so"))), None)
     if target is None:
         target, words = _build(path, texts, place, f"{subject}-{name}")
         if target is None:
@@ -66,15 +66,15 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         ) from error
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether a library has the bytes that it was built with."""
     try:
-        return path.stem.rpartition("-")[2] == _digest(path.read_bytes())
+        return path.stem.rpartition("-")[2] == digest(path.read_bytes())
     except OSError:
         return False
 
 
-def _digest(data: bytes) -> str:
+def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -134,7 +134,7 @@ def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
                 command = [compiler, *FLAGS, *tuning, str(code), "-o", str(built)]
                 found = subprocess.run(command, capture_output=True, encoding="utf-8")
                 if found.returncode == 0:
-                    target = place / f"{name}-{_digest(built.read_bytes())}.so"
+                    target = place / f"{name}-{digest(built.read_bytes())}.so"
                     built.replace(target)
                     return target, ""
     except OSError as error:

@@ -1,4 +1,4 @@
-// y[i] = x[i] * scale where the noise of element i is at least `dropped`, else 0; see ops/dropout.py. The noise is that of ops/random.py.
+// y[i] = x[i] * scale where the noise of element i is at least `dropped`, else 0; see nn/dropout.py. The noise is that of ops/random.py.
 
 #include <algorithm>
 #include <cstdint>

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import cpp, cublas, definition, triton
+from narrowgauge.ops.mm import cpp, cublas, definition, int4_units, triton
 from narrowgauge.ops.mm.spec import MmSpec, refuse
 from narrowgauge.ops.registry import Choice, Kernel, Registry, facts_of
 from narrowgauge.qtensor import QTensor
@@ -45,6 +45,7 @@ KERNELS.register(
     Kernel("native", refuse("native"), cublas.run_scaled, by_torch=True, check=check_of_products),
     Kernel("native-block", refuse("native-block"), cublas.run_block, by_torch=True, check=check_of_products),
     Kernel("native-mx", refuse("native-mx"), cublas.run_mx, by_torch=True, check=check_of_products),
+    Kernel("native-int4", int4_units.refuse, int4_units.run, check=check_of_products, slower=int4_units.slower),
     Kernel("native-int8", refuse("native-int8"), cublas.run_int8, by_torch=True, check=check_of_products),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products),
     Kernel("triton", triton.refuse, triton.run, check=check_of_products),

@@ -25,13 +25,13 @@ float32: NVFP4 hands it to the kernel, of MX (headroom) it multiplies the result
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 
-from narrowgauge.addresses import dry_run_on
+from narrowgauge.addresses import dry_run_on, tell_launch
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
@@ -153,12 +153,37 @@ def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
-    """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13."""
-    if (
-        not torch.compiler.is_compiling() and dry_run_on() is not None
-    ):  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
-        return lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
-    return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.t(), *lhs[1:], *rhs[1:], None, dtype)
+    """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13.
+
+    Compiled code calls that as `narrowgauge::scaled_mm`: Inductor of torch 2.13 makes a `_scaled_mm` of it, which wants the scales of
+    blocks of 128 in other shapes, and fails when it runs.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and dry_run_on() is not None:  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
+        found = lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
+        is_mx = lhs.kinds[0] in (BLOCKWISE1X32, BLOCKWISE1X16)
+        name = f"{__name__}.scaled_mm_{'mx' if is_mx else 'blocks'}"
+        tell_launch(name, [lhs.codes, rhs.codes, found, *lhs.scales, *rhs.scales])
+        return found
+    call = torch.ops.narrowgauge.scaled_mm.default if is_compiling else _scaled_mm
+    out: Tensor = call(lhs.codes, rhs.codes, *lhs[1:], *rhs[1:], dtype)
+    return out
+
+
+def _scaled_mm(lhs: Tensor, rhs: Tensor, *of_scales: Any) -> Tensor:
+    out: Tensor = torch.ops.aten._scaled_mm_v2.default(lhs, rhs.t(), *of_scales[:-1], None, of_scales[-1])
+    return out
+
+
+torch.library.define(
+    "narrowgauge::scaled_mm",
+    "(Tensor lhs, Tensor rhs, Tensor[] lhs_scales, int[] lhs_kinds, int[] lhs_swizzles, "
+    "Tensor[] rhs_scales, int[] rhs_kinds, int[] rhs_swizzles, ScalarType dtype) -> Tensor",
+)
+torch.library.impl("narrowgauge::scaled_mm", "CompositeExplicitAutograd", _scaled_mm)
+torch.library.register_fake(
+    "narrowgauge::scaled_mm", lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
+)
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -18,52 +18,30 @@ kernel, where there is one, comes on top; a call would need it anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import ALL, IntFormat
+from narrowgauge.formats import IntFormat
+from narrowgauge.ops.cast_words import Words, as_words, has_words, of_words, plain
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import definition as quantization
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import CURRENT, Cast
-from narrowgauge.scaling import RULES
+from narrowgauge.recipe import Cast
 
 Run = Callable[..., Tensor]
-Words = tuple[str, tuple[int, int], str, float]
 
 ROWS, COLUMNS, CONTRACTED, SEED = 136, 264, 272, 20260529
 SPREAD = 6  # tiles of the operands differ by up to 2**(2 * SPREAD)
-_FORMATS = {each.name: each for each in ALL}
-_RULES = {each.name: each for each in RULES}
-
-
-def plain(cast: Cast) -> Cast:
-    """What of a cast a GEMM can see: not where its amax came from, nor how it rounds."""
-    return replace(cast, calibrate=CURRENT, rounding="nearest")
-
-
-def as_words(cast: Cast) -> Words:
-    """The same without objects: what torch.compile takes for a constant before torch 2.13."""
-    return cast.format.name, cast.tile, cast.scale.name, cast.headroom
-
-
-def of_words(format: str, tile: tuple[int, int], rule: str, headroom: float) -> Cast:
-    """The cast behind the words, as `plain` has it."""
-    return Cast(format=_FORMATS[format], tile=tile, scale=_RULES[rule], headroom=headroom)
 
 
 def _kind(spec: MmSpec) -> tuple[Words | Cast, ...]:
     """Both casts in words; as they are if words cannot name them."""
     casts = [cast for cast in spec.casts if cast is not None]
-    named = all(
-        _FORMATS.get(cast.format.name) == cast.format and _RULES.get(cast.scale.name) == cast.scale for cast in casts
-    )
-    return tuple(as_words(cast) for cast in casts) if named else tuple(casts)
+    return tuple(as_words(cast) for cast in casts) if all(map(has_words, casts)) else tuple(casts)
 
 
 def _compare(run: Run, kind: tuple[Words | Cast, ...], device: torch.device) -> Iterator[Comparison]:

@@ -99,6 +99,11 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
+def _reaches(version: tuple[int, int], least: tuple[int, int]) -> bool:
+    """Whether it is that or above; number by number, since Dynamo of torch 2.11 does not compare the tuples of a Device."""
+    return version[0] > least[0] or (version[0] == least[0] and version[1] >= least[1])
+
+
 def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
     """{} in the text: the units of the operands."""
     return Need(
@@ -108,7 +113,7 @@ def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
 
 def _cuda(least: tuple[int, int], what: str) -> Need:
     return Need(
-        "toolchain", lambda s: s.device.cuda >= least,
+        "toolchain", lambda s: _reaches(s.device.cuda, least),
         lambda s: f"torch was built for CUDA {_dotted(s.device.cuda)}, {what.format(s.units)} {_dotted(least)}",
     )  # fmt: skip
 
@@ -120,7 +125,7 @@ ONE_SCALE = Need(
 )  # fmt: skip
 NO_E5M2_PAIR = Need("format", lambda s: s.formats != (E5M2, E5M2), "e5m2 x e5m2 does not exist in hardware")
 ON_CUDA = Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no {s.units} units")
-ADA = _sm(lambda s: s.device.capability >= (8, 9), "FP8 needs 8.9")
+ADA = _sm(lambda s: _reaches(s.device.capability, (8, 9)), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
 NOT_IN_BLOCKS = "needs two FP8 operands in tiles of 1x128 or 128x128"
 NOT_BY_ROW = "needs two operands with one scale per tensor or row"
@@ -133,7 +138,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("operands", lambda s: _in(s.formats, FP8), "needs two FP8 operands"),
         Need("operands", lambda s: _in(s.tiles, ROW_OR_TENSOR), NOT_BY_ROW),
         *FP8_UNITS,
-        _sm(lambda s: s.device.capability >= (9, 0) or not _has_e5m2_rows(s), "row scales of E5M2 need 9.0"),
+        _sm(lambda s: _reaches(s.device.capability, (9, 0)) or not _has_e5m2_rows(s), "row scales of E5M2 need 9.0"),
     ),
     "native-block": (
         Need("operands", lambda s: _in(s.tiles, (VECTOR, SQUARE)) and _in(s.formats, FP8), NOT_IN_BLOCKS),
@@ -146,10 +151,17 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "native-mx": (
         Need("operands", lambda s: s.kind is not None, "needs two operands of MXFP8, MXFP4 or NVFP4"),
         NO_E5M2_PAIR, CODES, ON_CUDA,
-        _sm(lambda s: s.device.capability >= (10, 0), "{} needs 10.0"),
+        _sm(lambda s: _reaches(s.device.capability, (10, 0)), "{} needs 10.0"),
         _sm(lambda s: s.kind != "mxfp4" or s.device.capability[0] == 10, "torch has MXFP4 on 10.x alone"),
         _cuda((12, 8), "{} needs"),
         Need("compiling", lambda s: s.kind != "mxfp4" or not torch.compiler.is_compiling(), COUNTS_BYTES),
+    ),
+    "native-int4": (
+        Need("operands", lambda s: s.formats == (INT4, INT4), "needs two operands of INT4"),
+        Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
+        CODES, ONE_SCALE,
+        Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no INT4 units"),
+        _sm(lambda s: (8, 0) <= s.device.capability < (9, 0), "INT4 units are those of 8.0 to 8.9"),
     ),
     "native-int8": (
         Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), "needs two integer operands"),
@@ -157,7 +169,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         CODES, ONE_SCALE,
         Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
         Need("device", lambda s: s.device.type in ("cpu", "cuda"), lambda s: f"no integer GEMM on {s.device.type}"),
-        _sm(lambda s: s.device.type == "cpu" or s.device.capability >= (8, 0), "the integer GEMM needs 8.0"),
+        _sm(lambda s: s.device.type == "cpu" or _reaches(s.device.capability, (8, 0)), "the integer GEMM needs 8.0"),
     ),
     "native-cpp": (
         Need("operands", lambda s: INT4 in s.formats and _in(s.formats, (INT4, INT4X2)), NOT_INT4),

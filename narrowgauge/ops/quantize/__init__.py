@@ -119,6 +119,11 @@ def quantize(
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
     if backend is None and torch.compiler.is_compiling():  # all others refuse, which need not be traced
+        from narrowgauge.ops.quantize import compiled
+
+        of_one = amax is None or (cast.is_per_tensor and amax.dtype == torch.float32)
+        if of_one and compiled.takes(x, cast, noise, expand):
+            return compiled.quantize(x, cast, amax)[0]
         return definition.quantize(x, cast, amax, noise, expand)
     return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(x, cast, amax, noise, expand)
 

@@ -9,16 +9,18 @@ tensor with an amax that is not finite, a delayed one may leave other codes unde
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.cast_words import as_words, of_words
 from narrowgauge.ops.quantize import KERNELS as OF_ONE
-from narrowgauge.ops.quantize import check_of, definition, quantize, triton
+from narrowgauge.ops.quantize import check_of, compiled, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
-from narrowgauge.ops.registry import Kernel, Refusal, Registry
+from narrowgauge.ops.registry import Kernel, Refusal, Registry, constant_while_compiling, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
@@ -59,8 +61,24 @@ KERNELS.register(
 
 def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
+    if torch.compiler.is_compiling():
+        fits = compiled.fits(x, cast) and not (delayed and cast.has_global_scale)
+        return fits and _is_by_triton(
+            x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, delayed, cols, *as_words(cast)
+        )
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
     return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
+
+
+@constant_while_compiling
+def _is_by_triton(
+    device: str, index: int | None, dtype: torch.dtype, is_odd: bool, delayed: bool, cols: bool, *words: Any
+) -> bool:
+    """As that of `compiled`."""
+    spec = Spec(
+        device_facts(device, index), dtype, (2, 4 - is_odd), of_words(*words), cols=cols, delayed=delayed, in_operator=True
+    )  # fmt: skip
+    return KERNELS.choose(spec).kernel.name == "triton"
 
 
 def plan(
@@ -108,6 +126,12 @@ def quantize_pair(
     cols        whether x.T is wanted too; else None
     noise       of x and of x.T, when the cast rounds stochastically; see `quantize`
     """
+    if torch.compiler.is_compiling() and backend is None:
+        if noise[0] is not None or not reads_once(x, cast, amax_state is not None, cols):
+            return in_turn(x, cast, amax_state, records, cols, noise)
+        if amax_state is not None:
+            return compiled.delayed(x, cast, amax_state, records, cols)
+        return (*compiled.quantize(x, cast, None, cols), None)
     spec = Spec.of(x, cast, noise=noise[0], cols=cols, delayed=amax_state is not None)
     pair: Pair = KERNELS.choose(spec, backend).kernel.run(x, cast, amax_state, records, cols, noise)
     return pair

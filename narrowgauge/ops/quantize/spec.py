@@ -24,6 +24,7 @@ class Spec:
     expand  the dtype of decoded values to be kept instead of codes
     cols    (quantize_pair) whether x.T is wanted too
     delayed (quantize_pair) whether the amax comes from a window
+    in_operator  whether compiled code calls the kernel as an operator (`ops.quantize.compiled`)
     """
 
     device: Device
@@ -35,6 +36,7 @@ class Spec:
     expand: torch.dtype | None = None
     cols: bool = False
     delayed: bool = False
+    in_operator: bool = False
 
     @classmethod
     def of(

@@ -16,7 +16,7 @@ LARGEST_TILE = 128
 
 def refuse(spec: Spec) -> Refusal | None:
     """Why these kernels do not quantize such a tensor, or None."""
-    if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape)) is not None:
+    if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape, spec.in_operator)) is not None:
         return refusal
     from narrowgauge.ops.triton import cast_constants
 
@@ -46,4 +46,4 @@ def _launching(function: str) -> Callable[..., Any]:
     return call
 
 
-run, pair, precast, parts = map(_launching, ("run", "pair", "precast", "parts"))
+run, both, pair, precast, parts = map(_launching, ("run", "both", "pair", "precast", "parts"))

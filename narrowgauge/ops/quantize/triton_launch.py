@@ -55,6 +55,11 @@ def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> 
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
 
 
+def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTensor | None]:
+    """x and, with cols, x.T; amax [1, 1]: of the tensor, where it is known. See `ops.quantize.compiled`."""
+    return cast_pair(x, cast, cols=cols, amax=amax)
+
+
 def parts(x: Tensor) -> Tensor:
     """[1, a power of two] float32, whose largest is the largest magnitude of x: an amax for `run`, of one scale for the tensor."""
     return _tensor_maxima(x.detach()).view(torch.float32).view(1, -1)

@@ -34,9 +34,12 @@ FP8_CONVERSIONS = (8, 9)  # cvt.rn.satfinite.e4m3x2.f32 and its like; below, int
 EVERYWHERE = (3, 9)  # before, Triton has float32 pass through float16 on 8.9, which rounds twice
 
 
-def refuse(device: str, capability: tuple[int, int]) -> Refusal | None:
-    """Why Triton kernels cannot be used on a device of this type and compute capability, or None."""
-    if torch.compiler.is_compiling():
+def refuse(device: str, capability: tuple[int, int], in_operator: bool = False) -> Refusal | None:
+    """Why Triton kernels cannot be used on a device of this type and compute capability, or None.
+
+    in_operator  whether torch.compile sees an operator in their place (`ops.quantize.compiled`)
+    """
+    if torch.compiler.is_compiling() and not in_operator:
         return Refusal("compiling", "torch.compile fuses the reference itself")
     if device != "cuda":
         return Refusal("device", f"needs a CUDA device, the tensor is on {device}")
@@ -48,9 +51,11 @@ def refuse(device: str, capability: tuple[int, int]) -> Refusal | None:
     return Refusal("toolchain", missing) if missing else None
 
 
-def refuse_tensors(device: Device, dtypes: Iterable[torch.dtype], is_empty: bool) -> Refusal | None:
+def refuse_tensors(
+    device: Device, dtypes: Iterable[torch.dtype], is_empty: bool, in_operator: bool = False
+) -> Refusal | None:
     """As `refuse`, and why they do not read tensors of these types there, or have nothing to do."""
-    if (refusal := refuse(device.type, device.capability)) is not None:
+    if (refusal := refuse(device.type, device.capability, in_operator)) is not None:
         return refusal
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
     if wrong:

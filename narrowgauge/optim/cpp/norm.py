@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import address, dry_run_on, wrapper
-from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp import build
+from narrowgauge.ops.cpp import Library
 
 BLOCK = 4096
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_SHARED = (*(ctypes.c_void_p,) * 4, ctypes.c_int64, ctypes.c_void_p)
+LIBRARY = Library(
+    ("norm.cpp",), "the norm of gradients", {"squares": _SHARED, "multiply": (*_SHARED, ctypes.c_float)},
+    package="narrowgauge.optim.cpp", instead="leave it to torch",
+)  # fmt: skip
 
 
 class Blocks:
@@ -46,7 +49,13 @@ class Blocks:
     def of(cls, tensors: Sequence[Tensor]) -> Blocks | None:
         """Of dense float32 and bfloat16 tensors in the CPU's memory; those without elements are left out."""
         tensors = [each for each in tensors if each.numel()]
-        if not tensors or dry_run_on() is not None or wrapper(*tensors) or torch.compiler.is_compiling() or refuse():
+        if (
+            not tensors
+            or dry_run_on() is not None
+            or wrapper(*tensors)
+            or torch.compiler.is_compiling()
+            or LIBRARY.missing
+        ):
             return None
         fit = all(each.device.type == "cpu" and each.dtype in DTYPES and each.is_contiguous() for each in tensors)
         return cls(tensors) if fit and not any(map(torch._is_zerotensor, tensors)) else None
@@ -65,29 +74,4 @@ class Blocks:
         self._call("multiply", factor)
 
     def _call(self, name: str, *more: float) -> None:
-        function = getattr(_library(), f"narrowgauge_{name}")
-        count = max(min(build.parts(self.elements), self.count), 1)
-        pointers = [address(each) for each in self._given]
-        edges = [self.count * k // count for k in range(count + 1)]
-        tensors, sums = len(self._tensors), address(self._sums)
-        build.in_shares(count, lambda k: function(edges[k], edges[k + 1], *pointers, tensors, sums, *more))
-
-
-@cache
-def refuse() -> str:
-    """Why the library cannot be used here, or ''. A build that fails is not tried again."""
-    try:
-        _library()
-    except BackendError as error:
-        return str(error)
-    return ""
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = build.library("narrowgauge.optim.cpp", ("norm.cpp",), "the norm of gradients", "leave it to torch")
-    shared = (ctypes.c_int64, ctypes.c_int64, *(ctypes.c_void_p,) * 4, ctypes.c_int64, ctypes.c_void_p)
-    library.narrowgauge_squares.argtypes, library.narrowgauge_squares.restype = shared, None
-    library.narrowgauge_multiply.argtypes = (*shared, ctypes.c_float)
-    library.narrowgauge_multiply.restype = None
-    return library
+        LIBRARY.call(name, self.count, self.elements, *self._given, len(self._tensors), self._sums, *more)

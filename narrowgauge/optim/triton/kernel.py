@@ -8,6 +8,8 @@ once and written once, and none is ever float32 in memory. Elements are counted 
     table   int64 [lines, FIELDS]  what stays from step to step: see `launch.Batch`
     step_args   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
+    left_out  int64 [2] or None      whether this step is left out; how many before it were that its numbers count, see `optim.left_out`:
+                                     so many times HEAD before step_args stand the numbers that count them not
 
 The order of operations is that of `rules`, without contraction, with square roots and quotients correctly rounded.
 
@@ -299,7 +301,38 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 
 
 @triton.jit
-def step(which, table, step_args, tables, F: tl.constexpr):
+def _taken(
+    line, number, step_args, head, tables, place, across, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+):
+    """Steps the tiles of this program: reads, updates and writes them. The weight as the model sees it, float32. place: see `step`."""
+    row, inside, offset, mask, tile = place[0], place[2], place[3], place[4], place[6]
+
+    # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
+    key = mix(tl.load(head).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
+    # Half of the place of each tile's first element in the whole parameter, as `noise_bits` counts; modulo 2^32.
+    if F.casts != 0:  # casts are left of whole parameters alone, and registers are dear
+        first = tile.to(tl.uint32) * (F.tile // 2)
+    else:
+        first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
+    within = tl.arange(0, F.tile)
+
+    g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
+    w = _read_weight(line, offset, mask, tile, inside, F)
+    m = _read_moment(line, 7, place, tables, F, FIRST)
+    v = _read_moment(line, 10, place, tables, F, SECOND)
+    w, m, v, decays = _updated(w, g, m, v, head, F, FIRST, SECOND)
+    w = tl.where(mask, w, 0.0)
+    noise = noise_bits(key, first, within)
+    _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)
+    _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND)
+    if F.master == STOCHASTIC or F.master == MASTER_FP16:
+        noise = noise_bits(mix(key ^ WEIGHTS), first, within + F.shift)
+    seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
+    return seen
+
+
+@triton.jit
+def step(which, table, step_args, tables, left_out, F: tl.constexpr):
     """See the module; F: a `launch.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * FIELDS
@@ -320,27 +353,13 @@ def step(which, table, step_args, tables, F: tl.constexpr):
     # length, and the tiles' numbers [T].
     place = (row, begin, inside, offset, mask, columns, tile)
 
-    # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
-    key = mix(tl.load(step_args).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
-    # Half of the place of each tile's first element in the whole parameter, as `noise_bits` counts; modulo 2^32.
-    if F.casts != 0:  # casts are left of whole parameters alone, and registers are dear
-        first = tile.to(tl.uint32) * (F.tile // 2)
-    else:
-        first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
-    within = tl.arange(0, F.tile)
-
-    g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
-    w = _read_weight(line, offset, mask, tile, inside, F)
-    m = _read_moment(line, 7, place, tables, F, FIRST)
-    v = _read_moment(line, 10, place, tables, F, SECOND)
-    w, m, v, decays = _updated(w, g, m, v, step_args, F, FIRST, SECOND)
-    w = tl.where(mask, w, 0.0)
-    noise = noise_bits(key, first, within)
-    _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)
-    _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND)
-    if F.master == STOCHASTIC or F.master == MASTER_FP16:
-        noise = noise_bits(mix(key ^ WEIGHTS), first, within + F.shift)
-    seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
+    if left_out is None:
+        seen = _taken(line, number, step_args, step_args, tables, place, across, F, FIRST, SECOND)
+    elif tl.load(left_out) == 0:
+        head = step_args - tl.load(left_out + 1) * HEAD
+        seen = _taken(line, number, step_args, head, tables, place, across, F, FIRST, SECOND)
+    else:  # the weight stays; where its cast is left, it is that of the weight as it is
+        seen = _read(tl.load(line + 4), offset, mask, F.weight, F.aligned)
     if F.casts != 0:
         largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
         maxima = _pointer(tl.load(line + 16), tl.int32, True)

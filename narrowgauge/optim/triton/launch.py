@@ -19,18 +19,20 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import address, identity
+from narrowgauge.addresses import address, dry_run_on, identity
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim import masters, moments, noise, rules
+from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
 from narrowgauge.optim.step import DTYPES, ParamStep
@@ -168,15 +170,19 @@ class Batch:
         self.which = _sent(which.repeat_interleave(repeats, output_size=self.programs), device)
 
     def step_args(self) -> list[int]:
-        """What this step brings, an even number of whole numbers: the next ones are aligned too."""
-        c = self.param_steps[0].constants
-        assert c is not None
-        numbers = (
-            c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound
-        )  # fmt: skip
-        head = [self.param_steps[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
+        """What this step brings, an even number of whole numbers: the next ones are aligned too.
+
+        First the numbers that it has if steps before it were left out, those of the most first.
+        """
+        first = self.param_steps[0]
+        heads = [_head(*each) for each in (*reversed(first.if_left_out), (first.constants, first.step_key))]
         gradients = [address(each.gradient) for each in self.param_steps]
-        return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
+        return list(chain(*heads, gradients, [0] * (len(gradients) % 2)))
+
+    @property
+    def heads(self) -> int:
+        """How many heads `step_args` begins with; the last is that of a run whose steps were all taken."""
+        return 1 + len(self.param_steps[0].if_left_out)
 
     def _reached(self) -> Iterator[Tensor]:
         """What a step reads and writes, twice what it does both to."""
@@ -187,8 +193,8 @@ class Batch:
             cast = [] if each.stepped is None else [each.stepped.plain, each.stepped.turned]
             yield from (x for x in (each.gradient, *kept, *kept, *cast) if x is not None)
 
-    def launch(self, step_args: Tensor) -> None:
-        """The step itself; step_args int64 on the device, the numbers of `step_args()`."""
+    def launch(self, step_args: Tensor, left_out: Tensor | None = None) -> None:
+        """The step itself; step_args int64 on the device, the numbers of `step_args()` from the last head on. left_out: see the kernel."""
         from narrowgauge.optim.triton import kernel
 
         form, count = self.form, len(self.param_steps)
@@ -196,17 +202,18 @@ class Batch:
             launch(kernel.foresee, count, self.table, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
         tables = _tables(step_args.device)
         launch(
-            kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS, reached=self._reached
+            kernel.step, self.programs, self.which, self.table, step_args, tables, left_out, F=form, warps=WARPS, reached=self._reached
         )  # fmt: skip
         for each in self.param_steps:
             if each.stepped is not None:
                 each.stepped.mark_written()
 
 
-def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch]) -> None:
+def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch], left_out: LeftOut | None = None) -> None:
     """All steps. kept: the batches of earlier ones, by what they are made of; the caller empties it when tensors change."""
     for device, batches in batches_of(param_steps, kept).items():
-        run(batches, _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device))
+        step_args = _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device)
+        run(batches, step_args, None if left_out is None else left_out.on(device))
 
 
 def batches_of(
@@ -239,13 +246,23 @@ def step_args_of(batches: Sequence[Batch]) -> list[int]:
     return [number for batch in batches for number in batch.step_args()]
 
 
-def run(batches: Sequence[Batch], step_args: Tensor) -> None:
-    """Launches all batches; step_args: `step_args_of` them, on the device."""
+def run(batches: Sequence[Batch], step_args: Tensor, left_out: Tensor | None = None) -> None:
+    """Launches all batches; step_args: `step_args_of` them, on the device. left_out: see the kernel."""
     start = 0
     for batch in batches:
+        start += HEAD * (batch.heads - 1)
         length = HEAD + len(batch.param_steps) + len(batch.param_steps) % 2
-        batch.launch(step_args[start : start + length])
+        batch.launch(step_args[start : start + length], left_out)
         start += length
+
+
+def _head(c: Any, step_key: int) -> list[int]:
+    """HEAD whole numbers: the key of a step's noise, and its constants as bits of float32."""
+    numbers = (
+        c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound
+    )  # fmt: skip
+    found = [step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
+    return found + [0] * (HEAD - len(found))
 
 
 def _of_cast(stepped: PrecastWeight | None) -> list[int]:
@@ -267,7 +284,13 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-@cache
 def _tables(device: torch.device) -> Tensor:
+    return (
+        _kept_tables(device) if dry_run_on() is None else _kept_tables.__wrapped__(device)
+    )  # which hold no numbers there
+
+
+@cache
+def _kept_tables(device: torch.device) -> Tensor:
     tables = moments.expansion_tables(torch.device("cpu"))
     return _sent(torch.cat([table.flatten() for table in tables]), device)

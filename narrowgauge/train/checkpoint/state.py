@@ -215,9 +215,8 @@ FACTS = record(
 )  # fmt: skip
 
 # What may differ between the optimizer of a run and that of its continuation: where it runs, and what each step sets.
-FREE = frozenset(
-    {"lr", "capturable", "fused", "foreach", "why", "form", "norm_before"}
-)  # of `form` the optimizer itself decides
+# Of `form` the optimizer itself decides.
+FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form", "norm_before"})
 NOT_NEGATIVE = re.compile(r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$")
 NOT_FINITE = re.compile(r"(^|\.)sampling\.variance$")  # infinite in earlier versions, NaN after a poisoned gradient
 LEARNED = re.compile(r"(^|\.)steps\.[xw]$")

@@ -233,7 +233,7 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
     if config.gradients != "16bit" and sizes.fsdp == 1 and sizes.dp > 1 and sizes.tp * sizes.pp > 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take fsdp in the "
-            "place of dp, or leave it out."
+            "place of dp, or leave gradients out."
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(

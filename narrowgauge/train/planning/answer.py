@@ -13,8 +13,8 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.errors import ConfigError
-from narrowgauge.plan import roofline
-from narrowgauge.plan.cards import Card
+from narrowgauge.ops.timing.cards import Card
+from narrowgauge.plan import messages, roofline
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.plan.tally import repeated
@@ -54,8 +54,9 @@ class Answers:
             "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
             **room.answer(found),
         }
-        if room.card is not None and not config.parallel:
-            answer["time"] = self.time(found, shape, room.card)
+        sizes = parallel_syntax.named(config.parallel)
+        if room.card is not None and sizes.tp * sizes.pp == 1:  # else a rank's share of the products is not counted
+            answer["time"] = self.time(found, shape, room.card, sizes)
         if room.usable:
             answer["largest"] = self.largest_batch(shape)
             if not room.fits(found):
@@ -67,11 +68,16 @@ class Answers:
             answer["table"] = list(self.table(found))
         return answer
 
-    def time(self, found: Forecast, shape: Shape, card: Card) -> dict[str, Any]:
-        """Of a step by roofline; of one process: messages are not counted."""
+    def time(self, found: Forecast, shape: Shape, card: Card, sizes: parallel_syntax.Layout) -> dict[str, Any]:
+        """Of an eager step; of ranks, each with its own rows, with their messages beside it."""
         parts = self.config.micro_batches
         done = repeated(found.work, parts / min(parts, MOST_MICRO_BATCHES))
-        return roofline.as_dict(roofline.time(done, card), card, shape.rows * shape.width * parts)
+        done = {each: times / sizes.fsdp if each.phase == "step" else times for each, times in done.items()}
+        weights = sizes.fsdp * max(each.parts.get(("weights", ""), 0) for each in found.moments)
+        blocks = max(1, round(weights / found.block_weights)) if found.block_weights else 1
+        sent = messages.of_step(weights, blocks, copies=sizes.dp, shards=sizes.fsdp, micro_batches=parts)
+        tokens = shape.rows * shape.width * parts * sizes.data
+        return roofline.as_dict(roofline.time(done, card), card, tokens, sent)
 
     def largest_batch(self, shape: Shape) -> dict[str, int]:
         """The most rows of a micro-batch that fit, to a thousandth, other settings as they are; 0 if not even one does.
@@ -148,9 +154,8 @@ class Answers:
                 break
         else:
             return None
-        for each in sorted(
-            taken[:-1], key=lambda one: (-one.numbers, -one.time)
-        ):  # what is not needed, the dearest first
+        # What is not needed, the dearest first.
+        for each in sorted(taken[:-1], key=lambda one: (-one.numbers, -one.time)):
             without = [one for one in taken if one is not each]
             fewer = _all(self.config, without)
             if fewer is not None and self._fits(fewer):

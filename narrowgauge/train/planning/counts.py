@@ -71,11 +71,7 @@ class Counts:
         of_stage = -(-layers // sizes.pp)
         if sizes.pp > 1 and layers:
             found = forecast(
-                lambda depth: source.builder(depth or of_stage),
-                self.device,
-                of_stage,
-                differing,
-                self.full,
+                lambda depth: source.builder(depth or of_stage), self.device, of_stage, differing, self.full
             )
         else:
             found = forecast(source.builder, self.device, layers, differing, self.full)

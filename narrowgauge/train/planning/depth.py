@@ -9,12 +9,8 @@ from narrowgauge import recipes
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import ModelClass, own_configuration
 
-ALIKE = (
-    "none",
-    "selective",
-    "full",
-    "every-1",
-)  # policies of checkpointing that treat all blocks but the last one equally
+# Policies of checkpointing that treat all blocks but the last one equally.
+ALIKE = ("none", "selective", "full", "every-1")
 # How configurations of transformers call the depth of a stack; the second row, of encoder-decoders, both.
 _DEPTHS = (("num_hidden_layers",), ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
 

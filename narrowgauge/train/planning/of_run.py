@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.plan.cards import CONTEXT
+from narrowgauge.ops.timing.cards import CONTEXT
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch

@@ -29,9 +29,8 @@ class StepBatch:
 
     batches: list[Batch]  # labels are aligned with the logits, as `objective` has them
     inputs: int  # tokens that the model reads in the step, padding not counted; of a pair of texts the longer one's
-    facts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # further keys of the step's event; of `batches` the positions alone
+    # Further keys of the step's event; of `batches` the positions alone.
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Feed(ABC):

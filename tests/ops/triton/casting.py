@@ -25,6 +25,7 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.selfcheck import examine as examined
 from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
+from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.triton import kernel as triton_kernel
 from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
@@ -78,9 +79,12 @@ def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
 
 
 def compare(
-    states: str, master: str | None, dtype: torch.dtype, cast: Cast, shape: str, poison: float | None = None
-) -> None:
-    """Weight, states and what is left of the cast, after two steps; the second makes the weight smaller."""
+    states: str, master: str | None, dtype: torch.dtype, cast: Cast, shape: str, poison: float | None = None, leaves_out: bool = False
+) -> None:  # fmt: skip
+    """Weight, states and what is left of the cast, after two steps; the second makes the weight smaller.
+
+    leaves_out: after a third that the device leaves out, but for the cast of the weight as it is
+    """
     found = []
     for interpreted in (True, False):
         parameter, guards = weight(SHAPES[shape], dtype), Guards()
@@ -90,10 +94,18 @@ def compare(
         if interpreted:
             optimizer._kernel = lambda param_step: INTERPRETED
             optimizer.casting = casting
-        for step, seen in enumerate((0.06, 0.0)):
+        for step, seen in enumerate((0.06, 0.0, 0.03) if leaves_out else (0.06, 0.0)):
             casting.pass_step(step, seen)
             gradients([parameter], step, poison)
-            optimizer.step()
+            if step == 2:
+                casting.stepped.maxima.fill_(2**30)
+            if step == 2 and interpreted:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
+                    optimizer.found_inf = torch.tensor(1.0)
+                    optimizer.step()
+            elif step < 2:
+                optimizer.step()
             if not interpreted:
                 precast_weight.write(casting.stepped, parameter.detach())
         guards.check()
@@ -184,9 +196,9 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
     assert launched == [kernel] * 4, launched
 
 
-KINDS = ("step ", "poison ", "take ", "check ", "broken", "training ")  # what a case begins with
+KINDS = ("step ", "left out ", "poison ", "take ", "check ", "broken", "training ")  # what a case begins with
 SLOW = (
-    "check delayed",
+    "check delayed", "left out e4m3 tensor fp32 delayed",
     "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
     "training fp8-delayed 2", "training fp8-current 1",
 )  # fmt: skip
@@ -204,6 +216,9 @@ def cases() -> Iterator[Case]:
     for cast in (DELAYED, CURRENT):
         call = ("8bit", "stochastic", torch.bfloat16, cast, "wide", float("nan"))
         yield f"poison {cast}", lambda call=call: compare(*call)
+    for cast in (DELAYED, POW, CURRENT):
+        call = ("8bit", "stochastic", torch.bfloat16, cast, "wide", None, True)
+        yield f"left out {cast}", lambda call=call: compare(*call)
     for cast, dtype in ((DELAYED, torch.bfloat16), (CURRENT, torch.float32), (INTEGER, torch.float32)):
         yield f"take {cast}", lambda cast=cast, dtype=dtype: examine(cast, dtype)
     yield "check delayed", lambda: prove(replace(SMALL, cast=DELAYED))

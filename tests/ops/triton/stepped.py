@@ -9,6 +9,7 @@ margins of their memory are as they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.ops.selfcheck import examine
-from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
+from narrowgauge.optim import SGD, AdamW, Lion, base, left_out, moments, rules, selfcheck
 from narrowgauge.optim.backends import CHECK
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
@@ -167,6 +168,44 @@ def compare_replayed() -> None:
     assert_same(*found)
 
 
+def compare_left_out(rule: str, states: str, master: str | None, dtype: torch.dtype, halts: bool = False) -> None:
+    """Steps that a flag on the device leaves out, beside those of an optimizer that is never called for them.
+
+    The interpreter's host may look, as on a CPU it would: it is told that it may not. A parameter comes later, one stays away for a step.
+    """
+    flags = (0.0, 1.0, 0.0, math.inf, math.nan, 0.0, 0.0)
+    found = []
+    for interpreted in (True, False):
+        parameters, guards = weights(dtype), Guards()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(left_out.LeftOut, "seen_by_host", lambda self, flag: False)
+            if interpreted:
+                parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
+                patch.setattr(base, "new_state", guards.new_state)
+            optimizer = BUILD[rule](parameters, states=states, master=master, backend="torch")
+            if interpreted:
+                optimizer._kernel = lambda param_step: choose_interpreted(param_step)
+            for step, flag in enumerate(flags):
+                gradients(parameters, step)
+                if step == 0 and not halts:
+                    parameters[2].grad = None
+                if step == 4:
+                    parameters[0].grad = None
+                optimizer.param_groups[0]["lr"] *= 0.9
+                if interpreted:
+                    name = "halted" if halts else "found_inf"
+                    setattr(optimizer, name, torch.tensor(max(flags[: step + 1]) if halts else flag))
+                    optimizer.step()
+                elif not (any(flags[: step + 1]) if halts else flag):
+                    optimizer.step()
+        guards.check()
+        state = optimizer.state_dict()["state"]
+        if halts:  # of a run that has ended nobody counts on
+            state = {place: {name: x for name, x in each.items() if name != "step"} for place, each in state.items()}
+        found.append(([p.detach() for p in parameters], state))
+    assert_same(*found)
+
+
 class Undone:
     """Stands in for CUDA's graphs: a capture changes nothing, a replay makes the calls again."""
 
@@ -250,7 +289,17 @@ POISONS = (
 )
 
 
+LEFT_OUT = (
+    ("adamw", "8bit", None, torch.float32),
+    ("adamw", "4bit", "stochastic", torch.bfloat16),
+    ("lion", "fp32", "fp16-scaled", torch.float16),
+    ("sgd", "fp8", "bf16-remainder", torch.bfloat16),
+    ("adamw", "fp32", "fp32", torch.bfloat16),
+)
+
 KINDS = (
+    "left out ",
+    "halted",
     "adamw ",
     "lion ",
     "sgd ",
@@ -263,6 +312,8 @@ KINDS = (
 )  # what a case begins with
 SLOW = (
     "graphed",
+    *(f"left out {rule}" for rule in ("lion", "sgd")),
+    "left out adamw fp32",
     *(f"adamw {first}/{second} " for first in FIRST for second in SECOND if (first, second) != ("fp16", "e4m3")),
     "lion fp16",
     "adamw 8bit fp32 float16",
@@ -284,6 +335,9 @@ def cases() -> Iterator[Case]:
         yield name, lambda call=(rule, states, master, dtype): compare(*call)
     for states, master, value in POISONS:
         yield f"poison {value} {states}", lambda call=("adamw", states, master, torch.bfloat16, value): compare(*call)
+    for rule, states, master, dtype in LEFT_OUT:
+        yield f"left out {rule} {states} {master}", lambda call=(rule, states, master, dtype): compare_left_out(*call)
+    yield "halted", lambda: compare_left_out("adamw", "8bit", "stochastic", torch.bfloat16, halts=True)
     yield "groups", compare_groups
     yield "replayed", compare_replayed
     yield "graphed", compare_graphed

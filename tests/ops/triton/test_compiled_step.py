@@ -8,6 +8,7 @@ from torch import nn
 
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import AdamW, Lion
+from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.triton import launch
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
@@ -44,12 +45,21 @@ MATRIX += [
 MATRIX = [each for each in dict.fromkeys(MATRIX) if each not in QUICK]
 
 
-def kernel(states: str, master: str | None, dtype: torch.dtype, sm: int, columns: int = 512, build=AdamW) -> Compiled:
+def kernel(
+    states: str, master: str | None, dtype: torch.dtype, sm: int, columns: int = 512, build=AdamW, found_inf=None
+) -> Compiled:
     parameter = nn.Parameter(torch.zeros(16, columns, dtype=dtype))
     optimizer = build([parameter], states=states, master=master, backend="torch")
     optimizer._kernel = lambda param_step: KERNEL
-    parameter.grad = torch.zeros_like(parameter)
+    parameter.grad, optimizer.found_inf = torch.zeros_like(parameter), found_inf
     return compiled([launch], sm, optimizer.step)["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "master", "dtype", "sm"), QUICK, ids=str)
+def test_it_compiles_without_spills_where_a_flag_leaves_it_out(monkeypatch, states, master, dtype, sm):
+    monkeypatch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
+    check(kernel(states, master, dtype, sm, found_inf=torch.zeros(())))
 
 
 def check(found: Compiled) -> None:

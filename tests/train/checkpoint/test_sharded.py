@@ -94,9 +94,8 @@ def test_one_process_reads_what_ranks_wrote_and_ranks_what_one_wrote(ranks, tmp_
     assert all(torch.equal(found.tensors[group][name], x) for group in wanted for name, x in wanted[group].items())
     store.save(tmp_path / "one", 5, state(5), {"step": 5, "trained_s": 1.5, "list": [1, 2.0, None]})
     assert ranks(2)(resume, tmp_path / "one") == [answer(5, [])] * 2
-    chosen, _ = sharded.newest_valid(
-        tmp_path / "ranks", lambda found: without_generators(state(0))
-    )  # one process without a group
+    # One process without a group.
+    chosen, _ = sharded.newest_valid(tmp_path / "ranks", lambda found: without_generators(state(0)))
     assert chosen is not None and torch.equal(chosen.tensors["weights"]["a"], wanted["weights"]["a"])
 
 

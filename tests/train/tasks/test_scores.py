@@ -45,12 +45,8 @@ def test_batches_do_not_matter():
 
 def test_degenerate_evaluations_give_numbers():
     one_class = streamed(torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long), 2, 5).metrics()
-    assert one_class == {
-        "accuracy": 1.0,
-        "mcc": 0.0,
-        "f1": 1.0,
-        "f1_binary": 0.0,
-    }  # the class that never occurs is left out
+    # The class that never occurs is left out.
+    assert one_class == {"accuracy": 1.0, "mcc": 0.0, "f1": 1.0, "f1_binary": 0.0}
     assert set(Confusion(2).metrics().values()) == {0.0}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.plan.cards import CARDS, CONTEXT, GiB, card, of_memory
+from narrowgauge.ops.timing.cards import CARDS, CONTEXT, GiB, card, of_memory
 
 
 @pytest.mark.parametrize("name", CARDS)

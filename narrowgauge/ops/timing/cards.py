@@ -1,8 +1,9 @@
-"""GPUs, as far as a plan needs them: what they hold, what of it a run can have, and how fast they read and multiply.
+"""GPUs, as far as a prediction needs them: what they hold, what of it a run can have, and how fast they read and multiply.
 
 Memory is what the driver reports as the total ("has a total capacity of ..." in torch's messages; the lowest of the figures found for a
 card, which differ by a hundredth), so the smaller L4 and A100 with error correction. A run can have that less CONTEXT.
-Rates are the makers' dense peaks at boost clock: no kernel reaches them (`plan.roofline` says what share is reached).
+Rates are the makers' dense peaks at boost clock: no kernel reaches them. `reached` is what share large products in bfloat16 were seen to
+reach (benchmarks/published.py has the figures and their sources).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ GiB = 2**30
 # CUDA's context: 426 MiB when it is made (torch 2.10, CUDA 13.0, RTX 6000 Ada, github.com/unslothai/unsloth-zoo/pull/1053), and the
 # kernels that are loaded when they are first used, of cuBLAS, torch and Triton: some 200 MiB [estimate].
 CONTEXT = 640 * 2**20
+REACHED = 0.80  # of cards of which no figure was found [assumed]
 CUDA = (12, 9)  # what torch is taken to be built for on the machine with the card
 
 
@@ -29,6 +31,8 @@ class Card:
     memory     bytes that the driver reports as the total
     usable     bytes of it that torch's allocator can reserve
     bandwidth  bytes/s of its memory
+    processors multiprocessors, and clock their boost clock in Hz
+    reached    share of the peak that large products in bfloat16 reach
     peak       FLOP/s of dense products by the type of their operands: "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4"; sums in
                float32, of int8 in int32. A type that is missing is one it cannot multiply
     device     what kernels are chosen by; None: narrowgauge has no kernels for it, and only memory is counted
@@ -40,39 +44,46 @@ class Card:
     bandwidth: float
     peak: Mapping[str, float]
     device: Device | None
+    processors: int = 0
+    clock: float = 0.0
+    reached: float = REACHED
 
 
 def _card(
-    name: str, gib: float, bandwidth: float, capability: tuple[int, int] | None, **tera: float
-) -> tuple[str, Card]:
+    name: str, gib: float, bandwidth: float, capability: tuple[int, int] | None, processors: int, giga_hertz: float,
+    reached: float = REACHED, **tera: float,
+) -> tuple[str, Card]:  # fmt: skip
     memory = int(gib * GiB)
-    device = None if capability is None else Device("cuda", capability, cuda=CUDA)
-    peak = MappingProxyType({kind: rate * 1e12 for kind, rate in tera.items()})
-    key = name.lower().replace(" ", "-")
-    return key, Card(
-        name=name, memory=memory, usable=memory - CONTEXT, bandwidth=bandwidth, peak=peak, device=device
+    return name.lower().replace(" ", "-"), Card(
+        name=name, memory=memory, usable=memory - CONTEXT, bandwidth=bandwidth,
+        peak=MappingProxyType({kind: rate * 1e12 for kind, rate in tera.items()}),
+        device=None if capability is None else Device("cuda", capability, cuda=CUDA),
+        processors=processors, clock=giga_hertz * 1e9, reached=reached,
     )  # fmt: skip
 
 
 _HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624}
 
-# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it) and L4;
+# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S and L4;
 # its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
 CARDS: Mapping[str, Card] = MappingProxyType(
     dict(
         [
-            _card("A100-40", 39.39, 1555e9, (8, 0), **_AMPERE),
-            _card("A100-80", 79.14, 2039e9, (8, 0), **_AMPERE),
-            _card("H100", 79.10, 3350e9, (9, 0), **_HOPPER),
-            _card("H100 PCIe", 79.10, 2039e9, (9, 0), fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513, int8=1513),
-            _card("H200", 139.72, 4800e9, (9, 0), **_HOPPER),
-            _card("B200", 178.35, 7700e9, (10, 0), fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, int8=4500, fp4=9000),
-            _card("MI300X", 191.69, 5300e9, None),
-            _card("RTX 3090", 23.68, 936e9, (8, 6), fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284),
-            _card("RTX 4090", 23.64, 1008e9, (8, 9), fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
-            _card("RTX 5090", 31.34, 1792e9, (12, 0), fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, int8=838, fp4=1676),
-            _card("L4", 22.03, 300e9, (8, 9), fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5),
+            _card("A100-40", 39.39, 1555e9, (8, 0), 108, 1.41, 0.92, **_AMPERE),
+            _card("A100-80", 79.14, 2039e9, (8, 0), 108, 1.41, 0.92, **_AMPERE),
+            _card("H100", 79.10, 3350e9, (9, 0), 132, 1.83, 0.878, **_HOPPER),
+            _card("H100 PCIe", 79.10, 2039e9, (9, 0), 114, 1.755, fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513, int8=1513),
+            _card("H200", 139.72, 4800e9, (9, 0), 132, 1.83, 0.878, **_HOPPER),
+            _card("B200", 178.35, 7700e9, (10, 0), 148, 1.85, 0.69, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, int8=4500,
+                  fp4=9000),
+            _card("MI300X", 191.69, 5300e9, None, 304, 2.1),
+            _card("RTX 3090", 23.68, 936e9, (8, 6), 82, 1.695, fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284),
+            _card("RTX 4090", 23.64, 1008e9, (8, 9), 128, 2.52, 1.02, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
+            _card("RTX 5090", 31.34, 1792e9, (12, 0), 170, 2.407, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, int8=838,
+                  fp4=1676),
+            _card("L40S", 44.40, 864e9, (8, 9), 142, 2.52, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733, int8=733),
+            _card("L4", 22.03, 300e9, (8, 9), 58, 2.04, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5),
         ]
     )
 )  # fmt: skip
@@ -93,6 +104,17 @@ def card(name: str) -> Card:
             f"Choose one of {', '.join(CARDS)}, or say how much memory yours has: --memory 24GiB."
         )
     return found
+
+
+def of_device(name: str) -> Card | None:
+    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None for one that is not in the table. An H800 and a GH200 compute as
+    an H100 does.
+    """
+    plain = name.lower().replace("h800", "h100").replace("gh200", "h100")
+    named = {each.name.lower(): each for each in CARDS.values()}
+    named["a100"] = CARDS["a100-40" if "40gb" in plain else "a100-80"]
+    by_length = sorted(named, key=len, reverse=True)
+    return next((named[each] for each in by_length if re.search(rf"\b{each}\b", plain)), None)
 
 
 def of_memory(size: str, like: Card | None = None) -> Card:

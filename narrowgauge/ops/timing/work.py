@@ -24,6 +24,9 @@ OPERANDS = {
 LOOKED_UP = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
 FILLED = ("copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_")
 FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_local_scalar_dense", "lift_fresh")
+MAXIMA = ("amax", "maxima")  # read and write no codes
+# Products that tell of themselves, [m, k] and [n, k] first: torch does not know those of cuBLAS under fake tensors.
+PRODUCTS = {"block_mm": "blocks", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
 SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed whole matrices and as a rule touch none
 
 
@@ -31,7 +34,10 @@ SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed w
 class Work:
     """kind: products, attention, casts or elementwise. operands: what is multiplied, a key of `Card.peak`, or "". own: a kernel of ours.
 
-    sums  of products in 8 bits: "fast", "split" where they leave the tensor core early, "blocks" where a scale multiplies each part
+    sums           of products in 8 bits: "fast", "split" where they leave the tensor core early, "blocks" where a scale multiplies each
+                   part, "mx" where the tensor core does that
+    rows, columns  of a product's result
+    elements       of what a kernel of ours casts
     """
 
     phase: int
@@ -42,6 +48,9 @@ class Work:
     operands: str = ""
     own: bool = False
     sums: str = "fast"
+    rows: int = 0
+    columns: int = 0
+    elements: int = 0
 
 
 def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Work | None:
@@ -68,19 +77,35 @@ def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     )
     if looked_up is not None:
         read += written
-    return Work(phase, how.name, _kind(how.name, flops), flops, read + written, operands, sums=_sums(how, args, kwargs))
+    kind = _kind(how.name, flops)
+    columns = made[0].shape[-1] if kind == "products" else 0
+    rows = made[0].numel() // columns if columns else 0
+    return Work(
+        phase,
+        how.name,
+        kind,
+        flops,
+        read + written,
+        operands,
+        sums=_sums(how, args, kwargs),
+        rows=rows,
+        columns=columns,
+    )
 
 
 def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
     """A launch of our own. kernel: its module and name."""
     tensors = list(tensors)
-    name, flops, operands = kernel.rsplit(".", 1)[-1], 0, ""
-    if name == "block_mm":
-        (m, k), n = tensors[0].shape, tensors[1].shape[0]
-        flops, operands = 2 * m * n * k, "fp8"
+    name, flops, operands, m, n = kernel.rsplit(".", 1)[-1], 0, "", 0, 0
+    if name in PRODUCTS:
+        (m, k), n, operands = tensors[0].shape, tensors[1].shape[0], OPERANDS[tensors[0].dtype]
+        flops = 2 * m * n * k * (2 if operands == "fp4" else 1)
     nbytes = 0 if name in SETTLES else sum(map(_span, tensors))
     kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
-    return Work(phase, name, kind, flops, nbytes, operands, own=True, sums="blocks" if flops else "fast")
+    is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
+    cast = max((each.numel() for each in tensors), default=0) if is_cast else 0
+    sums, own = PRODUCTS.get(name, "fast"), not name.startswith("scaled_mm")
+    return Work(phase, name, kind, flops, nbytes, operands, own=own, sums=sums, rows=m, columns=n, elements=cast)
 
 
 @dataclass(frozen=True)
@@ -121,10 +146,9 @@ def _span(x: Tensor) -> int:
 def _flops(how: _How, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> tuple[int, str]:
     from torch.utils.flop_counter import flop_registry
 
-    if how.name in ("_scaled_mm_v2", "_int_mm"):
+    if how.name == "_int_mm":
         a, b = args[0], args[1]
-        packed = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
-        return 2 * packed * a.shape[0] * a.shape[1] * b.shape[1], OPERANDS[a.dtype]
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1], OPERANDS[a.dtype]
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0, ""
@@ -138,8 +162,7 @@ def _flops(how: _How, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def _sums(how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if how.name == "_scaled_mm":
         return "fast" if kwargs.get("use_fast_accum", False) else "split"
-    is_block = how.name == "_scaled_mm_v2" and args[2][0].dtype == torch.float32 and args[2][0].numel() > 1
-    return "blocks" if is_block else "fast"
+    return "fast"
 
 
 def _kind(name: str, flops: int) -> str:

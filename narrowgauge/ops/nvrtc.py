@@ -1,0 +1,165 @@
+"""CUDA C++ of the package, compiled by NVRTC and started by the driver: for kernels that Triton cannot express.
+
+NVRTC comes with torch's CUDA builds, from pip in a folder beside torch's own, and the driver's library with the driver. No compiler, no
+CUDA toolkit and no header is asked of the user. (`torch.cuda._compile_kernel` does the same in private, and looks for a toolkit's headers.)
+
+A binary is kept where those of `ops.cpp` are, under a name made of the source, the compute capability, NVRTC's version and its own bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import address, dry_run_on
+from narrowgauge.errors import BackendError
+from narrowgauge.ops.cpp.build import cache_folder, digest, is_whole
+from narrowgauge.ops.registry import constant_while_compiling
+
+# No fused multiply-add where two roundings are written: the numbers are part of the contract.
+OPTIONS = ("--std=c++17", "--fmad=false")
+
+
+@constant_while_compiling
+@cache
+def unavailable() -> str:
+    """Why nothing can be compiled and started here, a clause, or ''."""
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    for name, load in (
+        ("NVRTC, which torch's CUDA builds bring,", _compiler),
+        ("the driver's library", _driver_library),
+    ):
+        try:
+            load()
+        except OSError as error:
+            return f"{name} cannot be loaded: {error}"
+    return ""
+
+
+@cache
+def _compiler() -> ctypes.CDLL:
+    """libnvrtc of torch's CUDA version: from nvidia/cu13/lib or nvidia/cuda_nvrtc/lib beside torch, else where the system finds it."""
+    file = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
+    beside = sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{file}"))
+    return ctypes.CDLL(str(beside[0]) if beside else file)
+
+
+@cache
+def _driver_library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def compiled(
+    name: str, source: str, capability: tuple[int, int], options: Sequence[str] = OPTIONS
+) -> tuple[bytes, str]:
+    """The binary of a source for this compute capability, and what the compiler said. Raises BackendError with its words if it fails."""
+    library, program = _compiler(), ctypes.c_void_p()
+    given = [option.encode() for option in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *options)]
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    try:
+        status = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
+        words = _told(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
+        if status:
+            raise BackendError(
+                f"nvrtc: {name} does not compile for compute capability {capability[0]}.{capability[1]}: {words.strip()}. "
+                "Report this, with the version of torch; backend='reference' computes the same."
+            )
+        return _told(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), words
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _told(size_of: Any, write: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    _check(write(program, text))
+    return text.raw
+
+
+def _check(status: int) -> None:
+    if status:
+        text = _compiler().nvrtcGetErrorString
+        text.restype = ctypes.c_char_p
+        raise BackendError(f"nvrtc: {text(status).decode()}. Reinstall torch: NVRTC is a part of its CUDA builds.")
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status:
+        words = ctypes.c_char_p()
+        _driver_library().cuGetErrorString(status, ctypes.byref(words))
+        reason = words.value.decode() if words.value else f"error {status}"
+        raise BackendError(f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Kernels in one file of the package: extern "C" functions."""
+
+    package: str
+    file: str
+
+    @property
+    def text(self) -> str:
+        return resources.files(self.package).joinpath(self.file).read_text(encoding="utf-8")
+
+    def binary(self, capability: tuple[int, int]) -> bytes:
+        """Compiled for this compute capability, some seconds, or found where an earlier process left it."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        _check(_compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        facts = (self.text, *OPTIONS, str(capability), f"{major.value}.{minor.value}")
+        stem = f"{Path(self.file).stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
+        place = cache_folder()
+        if (found := next(filter(is_whole, sorted(place.glob(f"{stem}-*.cubin"))), None)) is not None:
+            return found.read_bytes()
+        made, _ = compiled(self.file, self.text, capability)
+        target = place / f"{stem}-{digest(made)}.cubin"
+        draft = target.with_suffix(f".{id(made)}")
+        draft.write_bytes(made)
+        draft.replace(target)
+        return made
+
+    def launch(
+        self, kernel: str, programs: int, threads: int, device: torch.device, *arguments: Tensor | int | None
+    ) -> None:
+        """Starts `kernel` on the current stream of `device`. Tensors are given by address, None as a null pointer, numbers as int32."""
+        if dry_run_on() is not None:
+            return
+        values = [ctypes.c_int(x) if isinstance(x, int) else ctypes.c_void_p(address(x)) for x in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        with torch.cuda.device(device):  # the driver starts it in the current context
+            function = _function(self, kernel, torch.cuda.current_device())
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            launched = _driver_library().cuLaunchKernel(
+                function, programs, 1, 1, threads, 1, 1, 0, stream, pointers, None
+            )
+        _check_driver(launched, f"the launch of {kernel}")
+
+
+@cache
+def _function(source: Source, kernel: str, index: int) -> ctypes.c_void_p:
+    """A kernel of a source, loaded into the current context, that of device `index`."""
+    function = ctypes.c_void_p()
+    _check_driver(
+        _driver_library().cuModuleGetFunction(ctypes.byref(function), _module(source, index), kernel.encode()),
+        f"the search for {kernel} in {source.file}",
+    )
+    return function
+
+
+@cache
+def _module(source: Source, index: int) -> ctypes.c_void_p:
+    module = ctypes.c_void_p()
+    made = source.binary(torch.cuda.get_device_capability(index))
+    _check_driver(_driver_library().cuModuleLoadData(ctypes.byref(module), made), f"the loading of {source.file}")
+    return module
