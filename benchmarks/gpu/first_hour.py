@@ -77,10 +77,10 @@ COMMANDS: dict[str, tuple[Piece, ...]] = {
         ),
     ),
     "end-to-end": (
-        _suite("step", 280, "--modes", "compiled", name="step, compiled"),
+        _suite("step", 250, "--modes", "compiled", name="step, compiled"),
         _suite("step", 110, "--modes", "eager", name="step, eager and fused"),
         _suite("graphs", 60),
-        _suite("adamw", 45),
+        _suite("adamw", 100),
     ),
 }  # fmt: skip
 

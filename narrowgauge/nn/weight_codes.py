@@ -2,6 +2,7 @@
 
 recast   nothing is kept: a micro-batch casts a weight twice, once for forward and once for backward
 step     both orientations are kept for the step, 2 bytes per weight of 8-bit formats: further micro-batches cast nothing
+         compiled code casts both in forward by one read, and keeps the second for backward, a byte per weight: each micro-batch casts
 """
 
 from __future__ import annotations

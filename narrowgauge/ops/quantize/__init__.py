@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
-from narrowgauge.formats import TableFormat
+from narrowgauge.formats import E4M3, TableFormat
 from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import scale_shape
+from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
@@ -58,9 +58,18 @@ KERNELS.register(
     Kernel("reference", lambda spec: None, definition.quantize, by_torch=True),
 )
 
-tile_amax = definition.tile_amax
+_WHOLE = Cast(format=E4M3)
 calibrated_amax = definition.calibrated_amax
 row_squares, spread = definition.row_squares, definition.spread
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """`definition.tile_amax`; of a whole tensor in one launch where the kernel that casts by it serves x."""
+    whole = tile == (WHOLE, WHOLE) and x.ndim == 2 and not torch.compiler.is_compiling()
+    if not whole or KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name != "triton":
+        return definition.tile_amax(x, tile)
+    found: Tensor = triton.amax(x)
+    return found
 
 
 def plan(

@@ -17,6 +17,7 @@ without these kernels, random rounding, values that are kept decoded, formats th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from torch import Tensor
 from narrowgauge.ops.cast_words import as_words, has_words, of_words
 from narrowgauge.ops.quantize import definition, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.quantize.spec import Spec, empty_scales
 from narrowgauge.ops.registry import constant_while_compiling, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
-from narrowgauge.scaling import WHOLE, scale_shape
+from narrowgauge.scaling import WHOLE
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]  # the amax in use, codes of x, the scale, codes of x.T
 Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax of a window
@@ -117,7 +118,8 @@ def _by_definition(
 ) -> list[Tensor]:
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
     made = [definition.quantize(each, cast, amax, None, None) for each in ((x, x.T) if cols else (x,))]
-    return _dense(_parts(made[0], made[1] if cols else None))
+    laid = [replace(q, scale=empty_scales(q.shape, cast, x.device).copy_(q.scale), checked=True) for q in made]
+    return _dense(_parts(laid[0], laid[1] if cols else None))
 
 
 def _delayed_by_kernels(
@@ -142,20 +144,23 @@ def _four(amax: Tensor, parts: list[Tensor]) -> Four:
 
 
 def _dense(parts: list[Tensor]) -> list[Tensor]:
-    """Each in its own row-major memory, as kernels write them."""
-    return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    """Each in memory of its own, codes row by row, as kernels write them; the order of scales stays."""
+    orders = [torch.preserve_format if part.dtype == torch.float32 else torch.contiguous_format for part in parts]
+    return [part.clone(memory_format=order) for part, order in zip(parts, orders, strict=True)]
 
 
 def _fake(
     x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
 ) -> list[Tensor]:
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
+    if x.device.type == "cuda":  # who launches the kernels says how what they write lies in memory
+        return _parts(triton.empty(x, cast), triton.empty(x.T, cast) if cols else None)
 
     def made(x: Tensor) -> QTensor:
         per_byte = cast.format.codes_per_byte
         dtype = torch.uint8 if per_byte > 1 else cast.format.storage
         data = x.new_empty((x.shape[0], -(-x.shape[1] // per_byte)), dtype=dtype)
-        scale = x.new_empty(scale_shape((x.shape[0], x.shape[1]), cast.tile), dtype=torch.float32)
+        scale = empty_scales((x.shape[0], x.shape[1]), cast, x.device)
         shared = x.new_empty((), dtype=torch.float32) if cast.has_global_scale else None
         return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=shared, checked=True)
 

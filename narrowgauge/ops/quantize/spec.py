@@ -10,9 +10,21 @@ from torch import Tensor
 
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.recipe import Cast
+from narrowgauge.scaling import scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
+
+
+def empty_scales(shape: tuple[int, int], cast: Cast, device: torch.device) -> Tensor:
+    """[ceil(outer / tile[0]), ceil(inner / tile[1])] float32, to be written.
+
+    As cuBLAS reads them: of tiles of 1 x 128 neighbours in memory are of neighbouring rows.
+    """
+    high, wide = scale_shape(shape, cast.tile)
+    if cast.tile == (1, 128):
+        return torch.empty(wide, high, dtype=torch.float32, device=device).T
+    return torch.empty(high, wide, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)

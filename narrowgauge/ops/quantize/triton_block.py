@@ -84,7 +84,7 @@ def cast_blocks(
 def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`.
 
-    Scales of 1 x 128 lie column by column, see `triton_launch.Output`.
+    Scales of 1 x 128 lie column by column, see `spec.empty_scales`.
     """
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
@@ -92,8 +92,5 @@ def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr,
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
-    if A == 1 and B == 128:
-        place = j[None, :] * high + i[:, None]
-    else:
-        place = i[:, None] * wide + j[None, :]
+    place = j[None, :] * high + i[:, None] if A == 1 and B == 128 else i[:, None] * wide + j[None, :]
     tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])

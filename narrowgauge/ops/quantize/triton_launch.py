@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import triton_block, triton_transpose
+from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
@@ -63,6 +64,11 @@ def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTenso
 def parts(x: Tensor) -> Tensor:
     """[1, a power of two] float32, whose largest is the largest magnitude of x: an amax for `run`, of one scale for the tensor."""
     return _tensor_maxima(x.detach()).view(torch.float32).view(1, -1)
+
+
+def empty(x: Tensor, cast: Cast) -> QTensor:
+    """What a cast of x will be, without its numbers: shapes, types, and the order in memory."""
+    return Output(tuple(x.shape), cast, x.device).finished()
 
 
 def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
@@ -108,11 +114,7 @@ class Output:
         self.cast, self.inner = cast, shape[1]
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        high, wide = scale_shape(shape, cast.tile)
-        if cast.tile == (1, LARGE_BLOCK):  # as cuBLAS reads them: neighbours are of neighbouring rows
-            self.scale = torch.empty(wide, high, dtype=torch.float32, device=device).T
-        else:
-            self.scale = torch.empty(high, wide, dtype=torch.float32, device=device)
+        self.scale = empty_scales((shape[0], shape[1]), cast, device)
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
@@ -188,8 +190,18 @@ def _tensor_maxima(x: Tensor) -> Tensor:
     """[PARTS] int32 of a tensor in any dense order."""
     parts = _parts(x)
     maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
-    launch(triton_transpose.amax, parts, x.contiguous(), maxima, x.numel(), PARTS=parts, RUN=RUN, warps=RUN_WARPS)
+    given = (x.contiguous(), maxima, None, None, x.numel())
+    launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
     return maxima
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of x, not empty, [1, 1] float32: `tile_amax` of the whole tensor, in one launch."""
+    parts, x = _parts(x), _in_memory_order(x.detach())[0]
+    maxima, whole = (torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1)))
+    given = (x.contiguous(), maxima, whole, zeros_left_zero(1, x.device), x.numel())
+    launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
+    return whole.view(torch.float32)
 
 
 Wanted = tuple[
@@ -208,7 +220,7 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> Non
     first = _orientation(wanted[0])._replace(scales=scale, maxima=maxima)
     matrix, programs, sizes = _pieces(x, C, dense=wanted[1] is None)
     second = _orientation(wanted[1])._replace(scales=None)  # its scale is that of the first
-    launch(triton_transpose.cast_both, programs, matrix, first, second, PARTS=maxima.numel(), **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, first, second, None, PARTS=maxima.numel(), **sizes)
     if wanted[1] is not None:
         wanted[1].scale = scale
 
@@ -219,14 +231,13 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    maxima: list[Tensor | None] = [None if amax is None else amax.view(torch.int32)] * 2
+    ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
-        maxima = [
-            None if output is None else torch.zeros(length, dtype=torch.int32, device=x.device)
-            for output, length in zip(wanted, x.shape, strict=True)
-        ]
+        lengths = [0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)]
+        *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
+        maxima = [part if len(part) else None for part in parts]
         launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), PARTS=0, **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), ended, PARTS=0, **sizes)
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:

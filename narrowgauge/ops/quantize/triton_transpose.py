@@ -53,19 +53,31 @@ def load_piece(x, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def amax(x, maxima, n, PARTS: tl.constexpr, RUN: tl.constexpr):
-    """maxima [PARTS] int32: the bits of the largest magnitude that each program saw."""
+def amax(x, maxima, whole, ended, n, PARTS: tl.constexpr, RUN: tl.constexpr):
+    """maxima [PARTS] int32: the bits of the largest magnitude that each program saw; whole [1] of all, if it is wanted.
+
+    ended  int32 [1], zero before and after, by which the last program knows that it is
+    """
     part = tl.program_id(0)
     largest = tl.zeros((RUN,), tl.int32)
     for start in range(part.to(tl.int64) * RUN, n, PARTS * RUN):
         index = start + tl.arange(0, RUN)
         largest = tl.maximum(largest, magnitude_bits(tl.load(x + index, mask=index < n, other=0.0)))
-    tl.store(maxima + part, tl.max(largest, axis=0))
+    if whole is None:
+        tl.store(maxima + part, tl.max(largest, axis=0))
+    else:
+        tl.atomic_xchg(maxima + part, tl.max(largest, axis=0), sem="relaxed")
+        if tl.atomic_add(ended, 1, sem="acq_rel") == PARTS - 1:
+            every = tl.atomic_or(
+                maxima + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.int32)
+            )  # not from a cache of before
+            tl.store(whole, tl.max(every, axis=0))
+            tl.store(ended, 0)
 
 
 @triton.jit
 def maxima(x, of_rows, of_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """of_rows [rows] and of_columns [columns] int32, zero before; None: not wanted."""
+    """of_rows [rows] and of_columns [columns] int32, zero before; None: not wanted. `cast_both` leaves them zero."""
     down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     bits = magnitude_bits(values)
@@ -112,11 +124,12 @@ def _line_scale(of, place, length, writes, C: tl.constexpr):
 
 @triton.jit
 def cast_both(
-    x, plain, transposed, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, plain, transposed, ended, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Codes of x [rows, columns] and of x.T [columns, rows]; scales [rows] of the one and [columns] of the other, or [1].
 
     PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], in plain.scales; zero: one per row of each
+    ended  int32 [1], zero before and after, by which the last program knows that it is, and leaves the maxima zero; None: they stay
     """
     if ROWS == 1:  # x is one row
         down, across = 0, tl.program_id(0).to(tl.int64)
@@ -139,6 +152,21 @@ def cast_both(
         scale = whole if PARTS > 0 else _line_scale(transposed, column, x.columns, down == 0, C)[None, :]
         found = _encoded(values, scale, transposed.key, column[None, :], row[:, None], x.rows, C)
         store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
+    if ended is not None:
+        tl.debug_barrier()  # all of this program have read
+        if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            _clear(plain.maxima, x.rows)
+            _clear(transposed.maxima, x.columns)
+            tl.store(ended, 0)
+
+
+@triton.jit
+def _clear(maxima, length):
+    """maxima [length], if there are any."""
+    if maxima is not None:
+        for start in range(0, length, 1024):
+            place = start + tl.arange(0, 1024)
+            tl.store(maxima + place, tl.zeros((1024,), tl.int32), mask=place < length)
 
 
 @triton.jit

@@ -128,6 +128,12 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
         assert got.scale.isnan().all() and expected.scale.isnan().all()
 
 
+def compare_amax(x: Tensor) -> None:
+    """The largest magnitude of a tensor, twice: what programs count by is left zero."""
+    for _ in range(2):
+        assert_same(triton_launch.amax(x), tile_amax(x, (WHOLE, WHOLE)), any_nan=True)
+
+
 def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool) -> None:
     """As compare_delayed, both orientations."""
     x, cast = matrix(70, 130, width=1.0), Cast(format=E4M3)
@@ -280,7 +286,7 @@ def compare_replays(cast: Cast, cols: bool, dtype: torch.dtype) -> None:
 
 # By what a case begins with.
 KINDS = (
-    "noise", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
+    "noise", "amax of ", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
     "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
     "given amax ", "one column ", "long rows ", "delayed, ", "rotated ",
     "check of ", "broken ", "layers ", "replayed ",
@@ -328,6 +334,10 @@ def cases() -> Iterator[Case]:
     for order in (16, 32, 64):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield f"rotated {order} {dtype}", lambda order=order, dtype=dtype: compare_rotated(order, dtype)
+    yield (
+        "amax of a tensor",
+        lambda: [compare_amax(x) for x in (matrix(70, 130), matrix(70, 130).T, matrix(3, 5) * float("nan"))],
+    )
     for in_use in (0.0, 3.0):
         for value in (None, float("nan")):
             yield (
