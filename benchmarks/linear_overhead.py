@@ -2,12 +2,16 @@
 
     python -m benchmarks.linear_overhead                         counts and times on this CPU
     python -m benchmarks.linear_overhead --recipe int4-hq-lss
+    python -m benchmarks.linear_overhead --device cuda           host time of 8,192 x 4096 x 4096, bfloat16, four FP8 recipes
     python -m benchmarks.linear_overhead --json results.jsonl    appends the row, with versions, commit and command
 
 A call is an event "call" of `sys.setprofile` in a file of this package (a generator that resumes counts again); a move, a call in
 another file than the one before it; depth, frames of the package above each other. One layer of 64 x 64 reads [32, 64] float32,
 forward and backward, after `advance`, so that its weight is cast too. Times are of this process on the CPU, by `benchmarks.harness`, one
 thread; torchao's emulated float8 Linear is timed beside them where it is installed.
+
+With --device cuda: the least processor time of 400 passes, with the threads of autograd, and calls of Python in all files, whoever's. Over
+an empty CUDA runtime, where a driver costs nothing, that is a lower bound of what a GPU would wait for.
 """
 
 from __future__ import annotations
@@ -83,6 +87,45 @@ def process_clock(case: Callable[[], object], calls: int) -> float:
     return (time.process_time() - started_at_s) / calls
 
 
+def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
+    """Rows of the host's time of one Linear on a GPU, nn.Linear first; extra: what a recipe adds, in times of nn.Linear."""
+    rows: list[dict[str, Any]] = []
+    for recipe in ("nn.Linear", *recipes):
+        model = nn.Sequential(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
+        if recipe != "nn.Linear":
+            ng.convert(model, recipe)
+        x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+
+        def step(model: nn.Module = model, x: torch.Tensor = x, gradient: torch.Tensor = gradient) -> None:
+            model(x).backward(gradient)
+            model.zero_grad(set_to_none=True)
+            x.grad = None
+
+        for _ in range(4):
+            step()
+            ng.advance(model) if recipe != "nn.Linear" else None
+        with torch.autograd.set_multithreading_enabled(False):
+            calls = _calls(step)
+        step_us = min(process_clock(step, 1) for _ in range(400)) * 1e6
+        row = {"recipe": recipe, "host_us": round(step_us, 1), "calls": calls}
+        if rows:
+            row["extra"] = round(step_us / rows[0]["host_us"] - 1, 2)
+            row["advance_us"] = round(min(process_clock(lambda m=model: ng.advance(m), 1) for _ in range(100)) * 1e6, 1)  # type: ignore[misc]
+        rows.append(row)
+    return rows
+
+
+def _calls(run: Callable[[], Any]) -> int:
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, _: events.append(event))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
 def _torchao() -> nn.Module | None:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -124,8 +167,16 @@ def measured(recipe: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="fp8-current")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="append the row, with versions, commit and command, to this file")
     options = parser.parse_args()
+    if options.device == "cuda":
+        rows = on_gpu(["fp8-current", "fp8-delayed", "fp8-block", "fp8-row"])
+        for row in rows:
+            print(*(f"{name} {value}" for name, value in row.items()), sep="   ")
+        if options.json is not None:
+            harness.record("linear_overhead_gpu", rows, options.json)
+        return
     found = measured(options.recipe)
     for name, value in found.items():
         print(f"{name:20} {value}")

@@ -41,6 +41,15 @@ class QTensor:
     global_scale: Tensor | None = None
     checked: InitVar[bool] = False
 
+    @classmethod
+    def of_parts(
+        cls, data: Tensor, scale: Tensor, cast: Cast, inner: int, global_scale: Tensor | None = None
+    ) -> QTensor:
+        """As with checked=True, in half the time: a product makes two."""
+        self = object.__new__(cls)
+        self.__dict__.update(data=data, scale=scale, cast=cast, inner=inner, global_scale=global_scale)
+        return self
+
     def __post_init__(self, checked: bool) -> None:
         if not checked:
             self._check()

@@ -43,8 +43,14 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if torch.compiler.is_compiling():
         return needs
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # of the inputs that needed one
-    return tuple(each and _goes_on_to(next(nodes)) for each in needs)
+    asked, node = [], 0
+    nodes = ctx.next_functions
+    for each in needs:
+        while each and nodes[node][0] is None:
+            node += 1
+        asked.append(each and _goes_on_to(nodes[node][0]))
+        node += each
+    return tuple(asked)
 
 
 def _goes_on_to(node: Any) -> bool:

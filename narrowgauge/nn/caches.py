@@ -118,15 +118,15 @@ class InputCasts:
 
     def lookup(self, operand: Operand) -> Casts | None:
         """operand: of the input as [T, K], another object than the one that this goes by."""
-        keys = _precast_key(operand), operand.share_key()
+        shared = operand.share_key()
         for key, casts, stats in self.made:
-            if key == keys[stats is None]:
+            if key == (shared if stats is None else _precast_key(operand)):
                 if stats is not None:
                     stats.taken += 1
                 return casts
-        if keys[1] is None:
+        if shared is None:
             return None
-        self.made.append((keys[1], Casts(), None))
+        self.made.append((shared, Casts(), None))
         return self.made[-1][1]
 
     def was_read(self, reader: Any) -> None:
@@ -138,7 +138,8 @@ class InputCasts:
         """Another input comes: who read this one last will know it next time."""
         readers = [each for found in self.readers.values() if (each := found()) is not None]
         for each in readers:
-            each.reads_last = each is readers[-1]
+            if each.reads_last != (each is readers[-1]):
+                each.reads_last = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Hands over the operand's casts with the input, for every layer whose operand is like this one."""

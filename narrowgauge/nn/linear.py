@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 
-from narrowgauge.addresses import wrapper
+from narrowgauge.addresses import is_compiling, wrapper
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
@@ -240,9 +240,9 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        carried = self.carried
+        carried, compiling = self.carried, is_compiling()
         if carried is not None:
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 carried.release(self.weight)
             elif self.is_suspended or not (carried.serves(self._recipe) and carried.joins_graphs):
                 return self._forward_eagerly(x)
@@ -250,17 +250,18 @@ class QLinear(nn.Linear):
             if carried is None:
                 return super().forward(x)
             return nn.functional.linear(x, carried.original(self.weight), self.bias)
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
+        parameters = self._parameters  # a parametrized weight is none of them
+        weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
+        bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
         owner, local = x, None
         _check(x, weight, bias)
         if type(weight).__name__ == "DTensor" or type(x).__name__ == "DTensor":
             from narrowgauge.nn.sharded import Locals
 
-            local = Locals(x, weight, bias, None if torch.compiler.is_compiling() else self._any_state())
+            local = Locals(x, weight, bias, None if compiling else self._any_state())
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
         context, inputs = self.context(x, self._cache if torch.is_grad_enabled() else None), None
-        if not torch.compiler.is_compiling():
+        if not compiling:
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self, owner)) is not None:
                 context.sources["x"] = [inputs]
             if (window := self.window("x")) is not None:
@@ -269,12 +270,14 @@ class QLinear(nn.Linear):
                 from narrowgauge.nn.kept_inputs import stays  # where codes of an input are kept
 
                 context.keeps_x = stays(x)
-            if context.grads and self.training and (self.scaling or self.steps or self.sampling):
-                self.step_ended = False
+            if context.grads and self.training and self._remembers:
+                if self.step_ended:
+                    self.step_ended = False
                 self._expect_advance(weight)
         try:
             y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context, local))
-            y = y.reshape(*x.shape[:-1], weight.shape[0])
+            if x.ndim != 2:
+                y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if local is None else local.wrap(y)
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
@@ -298,7 +301,7 @@ class QLinear(nn.Linear):
         assert self._recipe is not None
         steps, sampling, out_dtype = self.steps, self.sampling, _out_dtype(x)
         is_cold, sampled = steps is not None and steps.is_cold, () if sampling is None else sampling.active
-        if torch.compiler.is_compiling():
+        if is_compiling():
             plan = plan_of(self._recipe, x.device)
             by_rows = self.peers is not None
             found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
@@ -318,12 +321,13 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
-        plan = self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu")
+        on_gpu = x.is_cuda
+        plan = self.plan(x.device, wrapper(x, weight), wide and not on_gpu and x.device.type == "cpu")
         return LinearContext(
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
-            steps_version=() if steps is None or cache is None else steps.version(),
-            stream=None if self.peers is None else self.peers.stream(x.device), by_rows=self.peers is not None,
-            keeps_x=self._keeps_x(plan, x.device),
+            () if steps is None or cache is None else steps.version(),
+            None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
+            not on_gpu and self._keeps_x(plan, x.device),
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:
@@ -352,22 +356,28 @@ class QLinear(nn.Linear):
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
         window = self.window(role)
-        return None if window is None else window.live
+        return None if window is None else window._buffers["live"]
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the recipe added state to the layer."""
+        modules = self._modules  # the table, since an attribute of a torch module takes a microsecond
+        return bool(modules) and any(modules.get(name) is not None for name in _ADDED)
 
     def _any_state(self) -> Tensor | None:
         """A buffer that the recipe added to the layer, or None."""
-        remembers = self.scaling is not None or self.steps is not None or self.sampling is not None
-        return next(self.buffers(), None) if remembers else None
+        return next(self.buffers(), None) if self._remembers else None
 
     def window(self, role: str) -> AmaxHistory | None:
         """The amax window of a role ("x", "w" or "gy"); None without one."""
-        return None if self.scaling is None or role not in self.scaling else self.scaling[role]  # type: ignore[return-value]
+        scaling = self._modules.get("scaling")
+        return None if scaling is None else scaling._modules.get(role)  # type: ignore[return-value]
 
     def _states(
         self, x: Tensor, weight: Tensor, context: LinearContext, local: Locals | None
     ) -> tuple[Tensor | None, ...]:
         """Its tensors besides weight and bias: amax windows, or steps and the readings of the sampler."""
-        if self.scaling is not None:
+        if self._modules.get("scaling") is not None:
             return self.amax_state("x"), self.amax_state("w"), self.amax_state("gy")
         steps, sampling = self.steps, self.sampling
         variance = None if sampling is None or not self.training else sampling.live
@@ -518,7 +528,7 @@ def _out_dtype(x: Tensor) -> torch.dtype:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuses in words what the products would compute wrongly or stumble over."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         if torch._C._are_functorch_transforms_active():
             raise ConfigError(
                 "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute "
@@ -556,4 +566,4 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def _rows(x: Tensor) -> Tensor:
     """x [..., K] as [T, K]. K may be 0, where -1 for T would have no meaning."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])

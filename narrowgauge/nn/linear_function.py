@@ -77,14 +77,14 @@ class LinearFunction(torch.autograd.Function):
             lhs, rhs = g.rows(rotation), w.cols(rotation, g)
             d = _gradient(plan.grad_input, recipe.grad_input, lhs, rhs, context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
-            grad_input = d.to(ctx.x_dtype)
+            grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
             d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
-            grad_weight = d.to(dtype)
+            grad_weight = d if d.dtype == dtype else d.to(dtype)
         if ctx.bias_dtype is not None and asked[2]:
             grad_bias = _column_sums(gy, ctx.bias_dtype)
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.

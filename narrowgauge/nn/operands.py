@@ -43,7 +43,7 @@ class Rotation:
     ) -> Rotation:
         """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
-            return _NONE
+            return NONE
         from narrowgauge.ops.hadamard import draw_signs
 
         is_random = hadamard.signs == "random"
@@ -58,7 +58,7 @@ class Rotation:
         return rotate(operand, self.hadamard, self.signs)
 
 
-_NONE = Rotation()
+NONE = Rotation()
 
 
 @dataclass(eq=False)
@@ -135,19 +135,18 @@ class Operand:
             return
         if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
             delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
-            if delayed == (state is not None) and (delayed or both) and plan.reads_once(self.tensor, delayed, both):
-                from narrowgauge.ops.quantize.pair import quantize_pair
-
-                x, records = self.tensor, self.context.records
-                noise: list[Any] = [None, None]
+            x, run = self.tensor, None
+            if delayed == (state is not None) and (delayed or both):
+                run = plan.one_read(x, delayed, both, self.context.records)
+            if run is not None:
+                noise: tuple[Any, Any] = (None, None)
                 if cast.rounding == "stochastic":
-                    noise = [self._noise(x, "rows"), self._noise(x.T, "cols") if both else None]
-                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=(noise[0], noise[1]))
-                casts.rows, casts.cols, casts.amax = made
+                    noise = self._noise(x, "rows"), self._noise(x.T, "cols") if both else None
+                casts.rows, casts.cols, casts.amax = run(x, state, noise)
                 casts.state = state
                 return
         if state is None and casts.rows is None and self._remembers_amax:
-            casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+            casts.amax = plan.amax(self.tensor)
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)
@@ -212,7 +211,8 @@ class Operand:
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         casts, plan = self.casts, self.plan
         if casts.rows is None:
-            made = self.cast(rotation(self.tensor), plan.rows, plan.rows_expand, "rows")
+            x = self.tensor if rotation is NONE else rotation(self.tensor)
+            made = self.cast(x, plan.rows, plan.rows_expand, "rows")
             if not rotation.is_random:
                 casts.rows = made
             return made
@@ -236,7 +236,8 @@ class Operand:
                 # Native GEMMs would otherwise turn the codes at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
-            made = self.cast(rotation(self.tensor.T), plan.cols, plan.cols_expand, "cols")
+            x = self.tensor.t()
+            made = self.cast(x if rotation is NONE else rotation(x), plan.cols, plan.cols_expand, "cols")
         if not rotation.is_random:
             casts.cols = made
         return made

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import is_compiling
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import quantize
+from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.scaling import WHOLE
@@ -65,7 +66,7 @@ class OperandPlan:
 
     def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
         """As `ops.quantize`, by a kernel that is chosen once; no refusal looks at more of the arguments than the key does."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return quantize(x, cast, amax=amax, noise=noise, expand=expand)
         key = (cast is self.rows, x.dtype, expand, x.shape[1] & 1, 0 in x.shape, type(noise))
         run = self.kernels.get(key)
@@ -74,23 +75,42 @@ class OperandPlan:
         found: QTensor = run(x, cast, amax, noise, expand)
         return found
 
-    def reads_once(self, x: Tensor, delayed: bool, both: bool) -> bool:
-        """Whether a kernel casts x, [outer, inner], both ways, or by a window, in one read."""
+    def amax(self, x: Tensor) -> Tensor:
+        """The amax by which `quantize` then casts both x and x.T, of one scale; see `ops.quantize.pair.plan_amax`."""
+        assert self.rows is not None
+        if is_compiling():
+            return tile_amax(x.detach(), (WHOLE, WHOLE))
+        key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
+        if (run := self.kernels.get(key)) is None:
+            from narrowgauge.ops.quantize import pair  # where weights are cast again
+
+            run = self.kernels[key] = pair.plan_amax(x, self.rows)
+        found: Tensor = run(x)
+        return found
+
+    def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:
+        """What casts x, [outer, inner], both ways, or by a window, in one read: run(x, amax_state, noise); None: no kernel does."""
         if self.rows is None:
-            return False
-        if torch.compiler.is_compiling():
+            return None
+        if is_compiling():
             from narrowgauge.ops.quantize import pair
 
-            return pair.reads_once(x, self.rows, delayed, both)
-        key = ("pair", delayed, both, x.dtype, x.shape[1] & 1)
+            cast = self.rows
+            if not pair.reads_once(x, cast, delayed, both):
+                return None
+            return lambda x, state, noise: pair.quantize_pair(
+                x, cast, amax_state=state, records=records, cols=both, noise=noise
+            )
+        key = (delayed, both, records, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
             from narrowgauge.ops.quantize import pair  # where kernels read codes
 
-            self.kernels[key] = pair.reads_once(x, self.rows, delayed, both)
-        found: bool = self.kernels[key]
+            reads_once = pair.reads_once(x, self.rows, delayed, both)
+            self.kernels[key] = pair.plan(x, self.rows, records, both, delayed) if reads_once else None
+        found: Callable[..., Any] | None = self.kernels[key]
         return found
 
-    @property
+    @cached_property
     def serves_a_step(self) -> tuple[bool, bool]:
         """Whether rows, and cols, are the same at every call between two optimizer steps."""
         return (

@@ -133,6 +133,7 @@ class Kernel(Generic[Spec]):
 
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
     check     loads the `selfcheck.Check` by which it is examined on a device before it is first taken there; None of definitions
+    replays   whether what it launches follows from the forms of its tensors alone, so that `ops.triton.replay` may make it again
     slower    (type, index) of a device -> why a later kernel is taken there, by a measurement, or None. A caller may still name this one
     """
 
@@ -141,6 +142,7 @@ class Kernel(Generic[Spec]):
     run: Callable[..., Any]
     by_torch: bool = False
     check: Callable[[], Any] | None = None
+    replays: bool = False
     slower: Callable[[str, int | None], str | None] | None = None
 
 

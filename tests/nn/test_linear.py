@@ -137,7 +137,8 @@ def kept_bytes(recipe: Recipe, device: str = "cpu") -> int:
 
 def test_tiled_codes_are_a_quarter_of_float32() -> None:
     assert kept_bytes(replace(recipes.FP8_ROW, save="original")) == 40 * 64 * 4
-    assert kept_bytes(recipes.FP8_ROW) == 40 * 64 + 64
+    assert kept_bytes(recipes.FP8_ROW) == 40 * 64 + 64 * 4
+    assert kept_bytes(recipes.MXFP8) == 40 * 64 + 64 * 2  # one byte for each scale
 
 
 @pytest.mark.gpu

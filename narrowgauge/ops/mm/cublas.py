@@ -39,13 +39,23 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
 from narrowgauge.qtensor import QTensor
-from narrowgauge.scaling import WHOLE, to_exponents
+from narrowgauge.scaling import to_exponents
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 ROWS, COLUMNS, GROUP = 128, 4, 32  # of a swizzled block of scales; rows that lie together in it
 Bias = Tensor | None
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
+
+
+# What the operator takes; asking an enum for its value at every product is slow.
+TENSORWISE, BLOCKWISE1X16, BLOCKWISE1X32 = (
+    ScalingType.TensorWise.value,
+    ScalingType.BlockWise1x16.value,
+    ScalingType.BlockWise1x32.value,
+)
+BLOCKWISE1X128, BLOCKWISE128X128 = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+NO_SWIZZLE, SWIZZLE_32_4_4 = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
 
 
 def _on_cuda(lhs: QTensor, rhs: QTensor) -> bool:
@@ -56,19 +66,12 @@ def _on_cuda(lhs: QTensor, rhs: QTensor) -> bool:
 def _scaled(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """torch._scaled_mm. With row scales its result comes rounded to bfloat16."""
     a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
-    if lhs.cast.tile == rhs.cast.tile == (WHOLE, WHOLE):
-        scale_a, scale_b = lhs.scale.reshape(()), rhs.scale.reshape(())
-    else:
-        scale_a, scale_b, dtype = _rows(lhs, len(a)), _rows(rhs, len(b)).T, torch.bfloat16
+    scale_a, scale_b = lhs.scale, rhs.scale
+    if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
+        scale_a, scale_b, dtype = _rows(lhs, a.shape[0]), _rows(rhs, b.shape[0]).t(), torch.bfloat16
     return torch._scaled_mm(
-        a,
-        b.T,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        bias=filled(bias, len(b)),
-        out_dtype=dtype,
-        use_fast_accum=fast_accumulate,
-    )
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=filled(bias, b.shape[0]), out_dtype=dtype, use_fast_accum=fast_accumulate
+    )  # fmt: skip
 
 
 run_scaled = framed(_scaled, adds=_on_cuda)
@@ -76,8 +79,10 @@ run_scaled = framed(_scaled, adds=_on_cuda)
 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
     """One float32 scale per row, [aligned_rows, 1]; rows that were filled up get 1."""
-    scale = operand.scale.expand(operand.shape[0], 1)
-    return _filled_up(scale, aligned_rows - len(scale), 0, 1.0).contiguous()
+    scale, rows = operand.scale, operand.data.shape[0]
+    if scale.shape[0] == rows == aligned_rows:
+        return scale.contiguous()
+    return _filled_up(scale.expand(rows, 1), aligned_rows - rows, 0, 1.0).contiguous()
 
 
 def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Tensor:
@@ -101,8 +106,8 @@ class Scaled(NamedTuple):
 
     codes: Tensor
     scales: list[Tensor]
-    kinds: list[ScalingType]
-    swizzles: list[SwizzleType]
+    kinds: list[int]  # values of ScalingType, and of SwizzleType
+    swizzles: list[int]
 
 
 def _block(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
@@ -117,11 +122,11 @@ def _in_blocks(operand: QTensor) -> Scaled:
     """See the module for the orders of scales, as the Triton casts leave them; others are copied, and those that are filled up."""
     scale = operand.scale
     if operand.cast.tile == SQUARE:
-        padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().T
-        return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
+        padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().t()
+        return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [BLOCKWISE128X128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    outer_major = _filled_up(scale.T, 0, len(codes) - len(scale)).contiguous().T
-    return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
+    outer_major = _filled_up(scale.t(), 0, codes.shape[0] - scale.shape[0]).contiguous().t()
+    return Scaled(codes, [outer_major], [BLOCKWISE1X128], [])
 
 
 def _mx(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
@@ -155,18 +160,19 @@ def mx_operand(operand: QTensor) -> Scaled:
     if rows > 1:
         scale = scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
     if not operand.cast.scale.two_level:
-        return Scaled(codes, [swizzled(to_e8m0(scale))], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
+        return Scaled(codes, [swizzled(to_e8m0(scale))], [BLOCKWISE1X32], [SWIZZLE_32_4_4])
     assert operand.global_scale is not None
     scales = [swizzled(E4M3.encode(scale.contiguous())), operand.global_scale.reshape(1)]
-    kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    return Scaled(codes, scales, kinds, [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE])
+    kinds = [BLOCKWISE1X16, TENSORWISE]
+    return Scaled(codes, scales, kinds, [SWIZZLE_32_4_4, NO_SWIZZLE])
 
 
 def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
     """data as a contiguous matrix, filled up with zeros to multiples of (rows, columns)."""
-    fill = (0, -data.shape[1] % columns, 0, -data.shape[0] % rows)
-    if not any(fill):
+    outer, inner = data.shape
+    if not outer % rows and not inner % columns:
         return data.contiguous()
+    fill = (0, -inner % columns, 0, -outer % rows)
     return pad(data.contiguous().view(torch.uint8), fill).view(data.dtype)
 
 
@@ -184,19 +190,18 @@ def scaled_mm(lhs: Scaled, rhs: Scaled, bias: Bias, dtype: torch.dtype) -> Tenso
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and dry_run_on() is not None:  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
         found = lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
-        is_mx = lhs.kinds[0] in (ScalingType.BlockWise1x32, ScalingType.BlockWise1x16)
+        is_mx = lhs.kinds[0] in (BLOCKWISE1X32, BLOCKWISE1X16)
         name = f"{__name__}.scaled_mm_{'mx' if is_mx else 'blocks'}"
         tell_launch(name, [lhs.codes, rhs.codes, found, *lhs.scales, *rhs.scales])
         return found
-    operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
     call = torch.ops.narrowgauge.scaled_mm.default if is_compiling else _scaled_mm
-    bias = filled(bias, len(rhs.codes))
-    out: Tensor = call(lhs.codes, rhs.codes, *operands[0], *operands[1], bias, dtype)
+    bias = filled(bias, rhs.codes.shape[0])
+    out: Tensor = call(lhs.codes, rhs.codes, *lhs[1:], *rhs[1:], bias, dtype)
     return out
 
 
 def _scaled_mm(lhs: Tensor, rhs: Tensor, *rest: Any) -> Tensor:
-    out: Tensor = torch.ops.aten._scaled_mm_v2.default(lhs, rhs.T, *rest)
+    out: Tensor = torch._scaled_mm_v2(lhs, rhs.t(), *rest)  # a third of the overload's time
     return out
 
 

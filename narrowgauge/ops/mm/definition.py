@@ -104,7 +104,8 @@ def framed(
     def run_framed(
         lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
     ) -> Tensor:
-        if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
+        m, n = lhs.data.shape[0], rhs.data.shape[0]
+        if m == 0 or n == 0 or lhs.inner == 0:
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
         inside = outside = None
         if bias is not None and out_dtype == torch.bfloat16 and adds(lhs, rhs):
@@ -113,8 +114,11 @@ def framed(
             outside = bias
         narrow = outside is None and out_dtype == torch.bfloat16
         out = multiply(lhs, rhs, inside, torch.bfloat16 if narrow else torch.float32, fast_accumulate)
-        out = out[: lhs.shape[0], : rhs.shape[0]]
-        return out.to(out_dtype) if outside is None else _biased(out, outside, out_dtype)
+        if out.shape != (m, n):
+            out = out[:m, :n]
+        if outside is not None:
+            return _biased(out, outside, out_dtype)
+        return out if out.dtype == out_dtype else out.to(out_dtype)
 
     return run_framed
 

@@ -8,12 +8,14 @@ tensor with an amax that is not finite, a delayed one may leave other codes unde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.ops.cast_words import as_words, of_words
+from narrowgauge.ops.quantize import KERNELS as OF_ONE
 from narrowgauge.ops.quantize import check_of, compiled, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
@@ -52,7 +54,7 @@ def refuse(spec: Spec) -> Refusal | None:
 
 KERNELS: Registry[Spec] = Registry("quantize_pair")
 KERNELS.register(
-    Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op)),
+    Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op), replays=True),
     Kernel("reference", lambda spec: None, in_turn, by_torch=True),
 )
 
@@ -77,6 +79,34 @@ def _is_by_triton(
         device_facts(device, index), dtype, (2, 4 - is_odd), of_words(*words), cols=cols, delayed=delayed, in_operator=True
     )  # fmt: skip
     return KERNELS.choose(spec).kernel.name == "triton"
+
+
+def plan(
+    x: Tensor, cast: Cast, records: bool, cols: bool, delayed: bool
+) -> Callable[[Tensor, Tensor | None, Two], Pair]:
+    """What computes `quantize_pair` for such arguments: run(x, amax_state, noise). It serves other tensors as `quantize`'s plan does."""
+    noise = Key((0, 0)) if cast.rounding == "stochastic" else None
+    kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
+    if noise is not None or not kernel.replays:
+        return lambda x, state, noise: quantize_pair(x, cast, amax_state=state, records=records, cols=cols, noise=noise)
+    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+
+    replays = Replays(lambda x, state: kernel.run(x, cast, state, records, cols, (None, None)))
+    return lambda x, state, _: replays(x, state)
+
+
+def plan_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], Tensor]:
+    """What finds the amax by which both x and x.T are then cast, by one scale: [1, 1], or more of which it is the largest.
+
+    It serves other tensors as `plan` does, and its amax the kernels that `plan` takes, none else.
+    """
+    amax = x.new_empty((1, 1))
+    kernels = [OF_ONE.choose(Spec.of(each, cast, amax)).kernel for each in (x, x.T)]
+    if not all(kernel.name == "triton" for kernel in kernels):
+        return lambda x: definition.tile_amax(x.detach(), cast.tile)
+    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+
+    return Replays(triton.parts)
 
 
 @torch.no_grad()

@@ -46,4 +46,6 @@ def _launching(function: str) -> Callable[..., Any]:
     return call
 
 
-run, both, pair, precast, amax, empty = map(_launching, ("run", "both", "pair", "precast", "amax", "empty"))
+run, both, pair, precast, parts, amax, empty = map(
+    _launching, ("run", "both", "pair", "precast", "parts", "amax", "empty")
+)

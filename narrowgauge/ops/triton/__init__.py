@@ -65,23 +65,24 @@ def refuse_tensors(
 
 def has_conversions(capability: tuple[int, int]) -> bool:
     """Whether Triton compiles float32 -> FP8 for this compute capability to the one instruction, which rounds once."""
-    return capability >= (FP8_CONVERSIONS if _version() >= EVERYWHERE else (9, 0))
+    return capability >= (FP8_CONVERSIONS if version() >= EVERYWHERE else (9, 0))
 
 
 @constant_while_compiling
 @cache
 def unavailable() -> str:
     """Why Triton cannot be used here, or ''. Does not import it."""
-    if not _version():
+    if not version():
         return "triton is not installed; torch's CUDA builds for Linux bring it"
-    if _version() < OLDEST:
+    if version() < OLDEST:
         return f"triton is {metadata.version('triton')}, needs {_dotted(OLDEST)}"
     if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
         return "no C compiler is here, and triton builds what starts a kernel with one: install gcc, or name one in CC"
     return ""
 
 
-def _version() -> tuple[int, ...]:
+@cache
+def version() -> tuple[int, ...]:
     """(3, 6) of "3.6.0"; () where it is not installed."""
     try:
         return tuple(int(part) for part in metadata.version("triton").split(".")[:2])

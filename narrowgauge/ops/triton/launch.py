@@ -7,12 +7,14 @@ so a kernel asks `codes is not None` where a flag would say the same twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import cached, dry_run_on, refuse_wrappers, tell_launch
+from narrowgauge.ops.triton.replay import RECORDING
 
 
 class Matrix(NamedTuple):
@@ -51,9 +53,14 @@ def zeros_left_zero(count: int, device: torch.device) -> Tensor:
 
     One for each stream, whose kernels run one after another; in a CUDA graph, whose replays may lie on any, one for each launch.
     """
+    if (recording := RECORDING.get()) is not None:
+        return recording.made(partial(zeros_left_zero, count, device))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    return _kept_zeros(count, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    stream = (
+        torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    )  # without a Stream around it
+    return _kept_zeros(count, device, stream)
 
 
 @cached
@@ -76,8 +83,12 @@ def launch(
         tell_launch(f"{kernel.__module__}.{kernel.__name__}", [*tensors, *reached()])
         return
     refuse_wrappers(*tensors)
+    options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+        if (recording := RECORDING.get()) is not None:
+            recording.launch(kernel, programs, arguments, options)
+        else:
+            kernel[(programs,)](*arguments, **options)
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -43,8 +43,9 @@ from narrowgauge.ops.registry import Device, Kernel
 from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.ops.triton.noise import uniform
+from narrowgauge.ops.triton.replay import Replay, Replays
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import WHOLE, Cast, Hadamard
+from narrowgauge.recipe import WHOLE, Cast, Hadamard, Window
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same
 from tests.ops.registries import registries
@@ -259,12 +260,36 @@ def compare_noise() -> None:
     assert_same(out, KEY.uniform((3000,)))
 
 
+def compare_replays(cast: Cast, cols: bool, dtype: torch.dtype) -> None:
+    """Calls that are recorded and made again beside calls that are made anew: the same results, and windows."""
+    is_delayed = isinstance(cast.calibrate, Window)
+
+    def call(x: Tensor, live: Tensor | None) -> Any:
+        if cols or is_delayed:
+            return triton_launch.pair(x, cast, live, True, cols, (None, None))
+        return triton_launch.run(x, cast, None, None, None)
+
+    replays = Replays(call)
+    lives = [torch.tensor([3.0, 0.0, 0.0]) if is_delayed else None for _ in range(2)]
+    for shape in ((40, 70), (33, 64), (40, 70), (40, 70), (33, 64), (40, 70), (33, 64), (33, 64)):
+        x = matrix(*shape, dtype)
+        found = [made if isinstance(made, tuple) else (made,) for made in (replays(x, lives[0]), call(x, lives[1]))]
+        assert [type(each) for each in found[0]] == [type(each) for each in found[1]]
+        for mine, theirs, at in zip(*found, ("rows", "cols", "amax"), strict=False):
+            if theirs is not None:
+                both = [vars(each) if isinstance(each, QTensor) else each for each in (mine, theirs)]
+                assert_same(*both, at=at)
+        if is_delayed:
+            assert_same(lives[0], lives[1])
+    assert [type(each) for each in replays._found.values()] == [Replay, Replay], "it was never replayed"
+
+
 # By what a case begins with.
 KINDS = (
     "noise", "amax of ", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
     "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
     "given amax ", "one column ", "long rows ", "delayed, ", "rotated ",
-    "check of ", "broken ", "layers ",
+    "check of ", "broken ", "layers ", "replayed ",
 )  # fmt: skip
 # A second of the interpreter and more: whole checks of a kernel, and matrices of several programs along both axes.
 SLOW_KINDS = ("long rows int4", "layers int4")
@@ -324,6 +349,9 @@ def cases() -> Iterator[Case]:
         kind = " ".join(map(str, spec.casts if op == "mm" else kernel.check().kind(spec)))
         yield f"check of {op}: {kind}", lambda call=(op, kernel, spec): check(*call)
     yield "broken kernels", find_a_broken_kernel
+    for cast in (Cast(format=E4M3), Cast(format=E4M3, calibrate=Window()), *TILED[1:2], *TILED[3:6], TILED[8]):
+        for cols in (False, True):
+            yield f"replayed {cast} {cols}", lambda cast=cast, cols=cols: compare_replays(cast, cols, torch.bfloat16)
     for recipe, kernel, exact in LAYERS:
         yield f"layers {recipe}", lambda call=(recipe, kernel, exact): compare_layers(*call)
     yield from _at_the_edges()
