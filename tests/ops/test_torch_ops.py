@@ -42,5 +42,5 @@ def test_scaled_mm() -> None:
     """Of the kinds that a CPU multiplies: one scale per tensor. The check of schemas multiplies FP8 by numbers, which torch does not."""
     lhs, rhs = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 48))
     kind, scale = torch.nn.functional.ScalingType.TensorWise.value, torch.ones(())
-    given = (lhs, rhs, [scale], [kind], [], [scale], [kind], [], torch.bfloat16)
+    given = (lhs, rhs, [scale], [kind], [], [scale], [kind], [], None, torch.bfloat16)
     torch.library.opcheck(torch.ops.narrowgauge.scaled_mm.default, given, test_utils=("test_faketensor",))
