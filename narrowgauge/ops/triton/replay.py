@@ -89,7 +89,7 @@ class Recording(TorchDispatchMode):
             self.bases.append(made)
         else:
             parts = made if isinstance(made, list | tuple) else (made,)
-            known = all(isinstance(each, Tensor) and self.base(each) is not None for each in parts)
+            known = all(isinstance(x, Tensor) and (x.numel() == 0 or self.base(x) is not None) for x in parts)
             self.missed |= func._schema.is_mutable or not known
         return made
 
