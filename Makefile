@@ -21,13 +21,17 @@ OLDEST_TORCH := 2.11.0
 # What torch 2.11 comes with; its interpreter needs NumPy below 2.4, and torch 2.11 setuptools below 82.
 OLDEST_TRITON := 3.6.0
 
+# Of `make dry-run`: whose counts are compared, 2.13 or 2.11; and its environment.
+TORCH ?= 2.13
+DRY_RUN ?= .venv-dry-run-$(TORCH)
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train train-2 test test-slow test-ranks test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train train-2 test test-slow test-ranks test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -58,6 +62,15 @@ oldest: ## the suite with the oldest torch and Triton that are supported, in .ve
 	sed -e 's/^torch==.*/torch==$(OLDEST_TORCH)/' -e 's/^numpy==.*/numpy<2.4/' -e 's/^setuptools==.*/setuptools<82/' constraints.txt > .venv-oldest/constraints.txt
 	echo 'triton==$(OLDEST_TRITON)' >> .venv-oldest/constraints.txt
 	$(MAKE) test test-slow VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+
+# Constraints of constraints-cuda-*.txt first, then those of constraints.txt that they leave open.
+dry-run: ## what training steps launch, move and wait for on a GPU, counted without one; gigabytes, PyPI's torch is the CUDA build; TORCH=2.11
+	mkdir -p $(DRY_RUN)
+	{ cat constraints-cuda-$(TORCH).txt; \
+	  grep -vE "^($$(sed -nE 's/^([a-z0-9-]+)[=<].*/\1/p' constraints-cuda-$(TORCH).txt | paste -sd '|'))==" constraints.txt; } > $(DRY_RUN)/both.txt
+	cmp -s $(DRY_RUN)/both.txt $(DRY_RUN)/constraints.txt || cp $(DRY_RUN)/both.txt $(DRY_RUN)/constraints.txt
+	$(MAKE) $(DRY_RUN)/.installed-peers VENV=$(DRY_RUN) CONSTRAINTS=$(DRY_RUN)/constraints.txt
+	$(DRY_RUN)/bin/python -m tests.gpu_dry_run $(ARGS)
 
 check: $(INSTALLED) ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -54,7 +54,8 @@ def hopper_sums(lhs: Tensor, rhs: Tensor, *, fast: bool, bits: int = BITS) -> Te
     _library()(*(x.data_ptr() for x in finite), m, k, right.shape[1], promote, bits - 1, out.data_ptr())
     out = out[:, :n]
     if not (left.isfinite().all() and right.isfinite().all()):
-        out = out + torch.where(left.isfinite(), 0.0, left) @ torch.where(right.isfinite(), 1.0, right)[:, :n]
+        plain = (left @ right)[:, :n]
+        out = torch.where(plain.isfinite(), out, plain)
     return out
 
 

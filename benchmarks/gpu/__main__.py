@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the .jsonl files")
     parser.add_argument("--budget-s", type=float, help="for each question, in the place of its own budget")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of layer and step")
+    parser.add_argument("--contenders", nargs="+", default=[], help="of layer and step, bf16 among them")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not options.dry_run:
         print(
@@ -42,7 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     rates = floor.measured(device, options.dry_run)
     print(rates, flush=True)
     bench = Bench(
-        device, options.dry_run, rates, None if options.dry_run else options.results, modes=tuple(options.modes)
+        device,
+        options.dry_run,
+        rates,
+        None if options.dry_run else options.results,
+        modes=tuple(options.modes),
+        contenders=tuple(options.contenders),
     )
     for name in options.only:
         began_at_s = time.monotonic()

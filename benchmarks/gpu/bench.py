@@ -35,7 +35,7 @@ class Bench:
     """One run of the suite.
 
     dry       toy sizes, two rounds, nothing recorded
-    modes     of `layer` and `step`, in this order
+    modes, contenders   of `layer` and `step`, in this order; without contenders all
     ends_at_s when the question at hand has used its budget (time.monotonic)
     failures  "question: case: reason"
     """
@@ -46,6 +46,7 @@ class Bench:
     results: Path | None
     ends_at_s: float = 0.0
     modes: tuple[str, ...] = MODES
+    contenders: tuple[str, ...] = ()
     failures: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -58,6 +59,10 @@ class Bench:
             return True
         self.left_out.append(what)
         return False
+
+    def present(self, contenders: Iterable[str]) -> list[str]:
+        """Those that are asked for and can be had."""
+        return [each for each in contenders if (not self.contenders or each in self.contenders) and self.has_peer(each)]
 
     def has_peer(self, contender: str) -> bool:
         """Whether what a contender is made of can be had here; says so if not. Peers in Triton, and TransformerEngine, need a GPU."""

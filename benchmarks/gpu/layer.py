@@ -38,7 +38,7 @@ def main(bench: Bench) -> None:
     facts = {"hidden": hidden, "mlp": wide, "tokens": tokens}
     flop = 6.0 * tokens * hidden * (3 * hidden + hidden + 2 * wide)
     for mode in bench.modes:
-        contenders = [name for name in CONTENDERS[mode] if bench.has_peer(name)]
+        contenders = bench.present(CONTENDERS[mode])
         if bench.dry and mode == "compiled" and bench.device.type != "cuda":
             continue  # Inductor takes minutes for seven small models on a CPU
         if not bench.has_time(f"layer, {mode}"):

@@ -35,7 +35,7 @@ def main(bench: Bench) -> None:
     for mode in bench.modes:
         if bench.dry and mode == "compiled" and bench.device.type != "cuda":
             continue
-        present = [name for name in CONTENDERS[mode] if bench.has_peer(name)]
+        present = bench.present(CONTENDERS[mode])
 
         def build(name: str, mode: str = mode) -> Callable[[], None]:
             return _step(bench, name, mode)

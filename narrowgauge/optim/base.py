@@ -258,7 +258,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "before each replay."
             )
         param_steps = self._next(chosen)
-        left_out = self._left_out if self._left_out.is_possible else None
+        left_out = (self._left_out,) if self._left_out.is_possible else ()
         strided: list[ParamStep] = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
@@ -269,7 +269,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             kernel = self._kernel(each)
             by_backend.setdefault(kernel.name, (kernel, []))[1].append(each)
         for kernel, members in by_backend.values():
-            kernel.run(members, self._kept, left_out)
+            kernel.run(members, self._kept, *left_out)
         for each in strided:
             each.source.copy_(each.weight.view(each.source.shape))
         # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.

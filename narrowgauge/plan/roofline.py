@@ -109,5 +109,6 @@ def as_dict(found: Time, card: Card, tokens: int, messages: float = 0.0) -> dict
     return {
         "seconds": found.seconds, "likely_seconds": [low, high], "tokens_per_s": [tokens / high, tokens / low],
         "device_seconds": found.device, "host_seconds": found.host, "launches": found.launches,
-        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase, "messages_seconds": messages, "lines": lines,
+        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase,
+        "messages_seconds": messages, "lines": lines,
     }  # fmt: skip

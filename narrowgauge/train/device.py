@@ -25,6 +25,7 @@ from narrowgauge.ops.cpp.build import cache_folder, user_cache
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux; "5" resets VmHWM
 MAPS = Path("/proc/self/maps")
+WORKSPACE, CUBLASLT_KIB = "CUBLASLT_WORKSPACE_SIZE", 32768
 
 
 def chosen_device(name: str) -> torch.device:
@@ -100,6 +101,20 @@ def keep_freed_memory(asked: bool, device: torch.device, maps: Path = MAPS) -> s
 def _of_glibc(name: str) -> Any:
     """A function of the C library that glibc has; None elsewhere."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None  # musl has neither
+
+
+def give_cublaslt_workspace(environment: MutableMapping[str, str], capability: tuple[int, int]) -> str:
+    """Lets cuBLASLt take CUBLASLT_KIB on 9.x, instead of torch's 1 MiB; a sentence on what it takes.
+
+    With more workspace it can choose from all of its kernels; NVIDIA recommends 32 MiB on Hopper. Call it before the first product:
+    torch reads the variable once. One that is set already is respected.
+    """
+    if (own := environment.get(WORKSPACE)) is not None:
+        return f"cuBLASLt's workspace: {own} KiB, as {WORKSPACE} says."
+    if capability[0] != 9:
+        return "cuBLASLt's workspace: torch's own."
+    environment[WORKSPACE] = str(CUBLASLT_KIB)
+    return f"cuBLASLt's workspace: {CUBLASLT_KIB >> 10} MiB of the GPU's memory ({WORKSPACE}={CUBLASLT_KIB})."
 
 
 def refuse_without_compiler(device: torch.device) -> None:

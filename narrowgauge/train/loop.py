@@ -17,6 +17,7 @@ from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import (
+    give_cublaslt_workspace,
     keep_freed_memory,
     peak_bytes,
     refuse_without_compiler,
@@ -68,6 +69,8 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     if config.compile or device.type == "cuda":
         for note in use_own_caches(os.environ):
             tell(f"Note: {note}")
+    if device.type == "cuda":
+        tell(give_cublaslt_workspace(os.environ, torch.cuda.get_device_capability(device)))
     if config.threads:
         torch.set_num_threads(config.threads)
     try:

@@ -71,8 +71,7 @@ def _compared(part: str, options: argparse.Namespace) -> int:
 
 
 def _shown(numbers: Numbers) -> str:
-    """Zeros are left out."""
-    return ", ".join(f"{name} {value}" for name, value in numbers.items() if value) or "nothing"
+    return ", ".join(f"{name} {value}" for name, value in numbers.items()) or "nothing"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     {"versions": {"torch": "2.13.0", ...}, "linear": {case: {number: value}}, ..., "kernels": {"linear: case: kernel": {number: value}}}
 
-A number that rose is a loss, but for `tally.LESS_IS_WORSE`. So is what the file does not have, until it has.
+A number that rose is a loss, but for `tally.LESS_IS_WORSE`; one that is not there is 0. So is a case or kernel that the file does not have.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def committed() -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: Counts) -> dict[str, list[str]]:
-    """ "rose", "fell", "new" -> lines: numbers that are worse or better than committed; cases, kernels and numbers that are not committed.
+    """ "rose", "fell", "new" -> lines: numbers that are worse or better than committed; cases and kernels that are not committed.
 
     A kernel that a counted case no longer launches fell.
     """
@@ -93,11 +93,9 @@ def differences(old: dict[str, Any], new: Counts) -> dict[str, list[str]]:
             if before is None:
                 found["new"].append(f"{part}: {case}")
                 continue
-            for name, value in numbers.items():
-                was = before.get(name)
-                if was is None:
-                    found["new"].append(f"{part}: {case}: {name} {value}")
-                elif value != was:
+            for name in dict.fromkeys((*before, *numbers)):
+                was, value = before.get(name, 0), numbers.get(name, 0)
+                if value != was:
                     is_worse = (value > was) != (name in LESS_IS_WORSE)
                     found["rose" if is_worse else "fell"].append(f"{part}: {case}: {name} {was} -> {value}")
     gone = [

@@ -34,6 +34,7 @@ def of(seen: Summary) -> Numbers:
         "copied_mb": round(sum(size for _, size in seen.memcpys.values()) / 1e6, 3),
         "memsets": seen.memsets,
         "waits": sum(seen.waits.values()),
+        "unsized": sum(count for remark, count in seen.remarks.items() if remark.startswith("bytes of")),
     }  # fmt: skip
     return found
 
@@ -69,6 +70,7 @@ def told(cases: dict[str, Case]) -> None:
         raise SystemExit(f"No case {', '.join(map(repr, unknown))}. There are: {', '.join(map(repr, cases))}.")
     for name in sys.argv[1:] or cases:
         seen, beside = cases[name]()
-        found = {"case": name, "numbers": of(seen) | beside, "kernels": of_kernels(seen), "products": seen.products}
+        numbers = {key: value for key, value in (of(seen) | beside).items() if value}
+        found = {"case": name, "numbers": numbers, "kernels": of_kernels(seen), "products": seen.products}
         found["remarks"] = seen.remarks
         print(json.dumps(found), flush=True)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_mm as torch_scaled_mm
 E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def scaled_mm(lhs, rhs, output_dtype):
+def scaled_mm(lhs, rhs, bias, output_dtype):
     """As `cublas.scaled_mm`, which hands a [M, K] and b [K, N], column-major, to torch -> [M, N]."""
     (a, scale_a, how_a, swizzle_a), (b, scale_b, how_b, swizzle_b) = lhs, rhs
     how_a, how_b = ([ScalingType(value) for value in how] for how in (how_a, how_b))

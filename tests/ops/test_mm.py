@@ -390,6 +390,31 @@ def test_scaled_gemms_meet_what_cuda_asks_for(gemm, shape, monkeypatch):
     assert all(out.device.type == "cuda" for out in checked) and len(checked) == 2
 
 
+@pytest.mark.parametrize(("dtype", "given"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
+def test_the_gemm_of_a_gpu_adds_the_bias(dtype, given, monkeypatch):
+    """In its epilogue, in bfloat16 and filled up as rhs is: no float32 result, no pass over it; torch has none of a float32 result."""
+    call, seen = torch._scaled_mm, []
+    monkeypatch.setattr(cublas, "_on_cuda", lambda lhs, rhs: True)
+
+    def check(a, b, **options):
+        with FakeTensorMode():
+            on_cuda = {k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+            out = call(on_fake_cuda(a), on_fake_cuda(b), **on_cuda)
+        seen.append((options["bias"], out))
+        return torch.zeros(out.shape, dtype=out.dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", check)
+    lhs, rhs = (quantize(matrix(rows, 130), Cast(format=E4M3)) for rows in (33, 50))
+    bias = matrix(1, 50)[0].to(torch.bfloat16)
+    out = cublas.framed(cublas._scaled, adds=cublas._on_cuda)(lhs, rhs, bias, dtype, True)
+    ((handed, product),) = seen
+    assert (handed is not None) == given and product.dtype == out.dtype == dtype and out.shape == (33, 50)
+    if given:
+        assert_same(handed, torch.nn.functional.pad(bias, (0, 14)))
+    else:
+        assert_same(out, bias.to(dtype).expand(33, 50).contiguous())
+
+
 def test_the_check_of_cuda_arguments_does_check():
     """Control: eight columns, and a row-major right operand, are refused by it."""
     with FakeTensorMode():

@@ -107,7 +107,7 @@ def cut_to(bits):
             out += left[:, start : start + 32] @ right[:, start : start + 32].T
             mantissa, exponent = torch.frexp(out)
             out = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
-        return out
+        return out if bias is None else out + bias.float()
 
     return run
 
@@ -141,9 +141,18 @@ def test_wrong_numbers_are_found(casts, run):
     )
 
 
+def test_a_bias_that_is_left_out_is_found():
+    result = examine(without_bias, *CASTS["row"])
+    assert result.worst > 1.5 and result.reason.startswith("its result with a bias is wrong on cpu")
+
+
 def test_a_narrow_accumulator_is_accepted():
     """13 bits per partial sum are what the hardware has; a check that refuses them would refuse Hopper."""
     assert examine(cut_to(13), *CASTS["row"]).reason is None
+
+
+def without_bias(lhs, rhs, bias, out_dtype, fast_accumulate):
+    return definition.run(lhs, rhs, None, out_dtype, fast_accumulate)
 
 
 def hides_nan(*call):
@@ -209,12 +218,12 @@ def test_a_check_is_made_once_per_device_and_pair_of_casts(no_results):
     registry, here = registry_of(run), Device("cpu", index=0)
     for _ in range(3):
         assert registry.choose(MmSpec(ROW, ROW, here)).kernel.name == "fast"
-    assert len(calls) == 4, "with and without fast accumulation, with and without NaN"
+    assert len(calls) == 5, "with and without fast accumulation, with and without NaN, and once with a bias"
     registry.choose(MmSpec(TENSOR, TENSOR, here))
-    assert len(calls) == 8
+    assert len(calls) == 10
     delayed = replace(TENSOR, calibrate=Window())
     registry.choose(MmSpec(delayed, delayed, here))
-    assert len(calls) == 8, "where the amax came from is nothing to a GEMM"
+    assert len(calls) == 10, "where the amax came from is nothing to a GEMM"
 
 
 def test_a_device_that_is_not_here_asks_for_no_check(no_results):

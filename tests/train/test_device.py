@@ -62,3 +62,18 @@ def test_a_peak_is_measured_where_the_system_tells_none_of_its_own(monkeypatch, 
         monkeypatch.setattr(device, "STATUS", status)
         monkeypatch.setattr(device, "CLEAR_REFS", tmp_path / "none" / "clear_refs")
         assert device.peak_bytes(cpu) >= own / 2 and not device.reset_peak(cpu)
+
+
+@pytest.mark.parametrize(
+    ("capability", "before", "after", "words"),
+    [
+        ((9, 0), None, "32768", "32 MiB of the GPU's memory"),
+        ((9, 0), "4096", "4096", "4096 KiB, as CUBLASLT_WORKSPACE_SIZE says"),
+        ((8, 9), None, None, "torch's own"),
+    ],
+)
+def test_hopper_gets_the_workspace_that_cublaslt_wants(capability, before, after, words):
+    """What a user has set stays; other cards keep torch's."""
+    environment = {} if before is None else {device.WORKSPACE: before}
+    assert words in device.give_cublaslt_workspace(environment, capability)
+    assert environment.get(device.WORKSPACE) == after

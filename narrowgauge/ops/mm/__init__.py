@@ -5,7 +5,8 @@
 Contract of `mm(lhs, rhs)`
 
     lhs        [M, K], rhs [N, K]: QTensors, or plain tensors, which are rounded to 16 bits (see `high_precision`)
-    bias       [N] or None; added in float32, before the only rounding to out_dtype
+    bias       [N] or None; added in float32, before the only rounding to out_dtype. GEMMs that add it themselves take it in bfloat16:
+               a float32 bias of a bfloat16 result is rounded first there, an error of 2^-9 |bias| (torch's Linear does so under autocast)
     out_dtype  dtype of the result
     ->         [M, N]
 

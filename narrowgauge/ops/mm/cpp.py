@@ -32,7 +32,7 @@ def refuse(spec: MmSpec) -> Refusal | None:
 
 
 @framed
-def run(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Codes of INT4 may come packed, or one to a byte (see `nn.straight_through`)."""
     from narrowgauge.ops.cpp import int4 as cpp
 

@@ -19,6 +19,9 @@ and C tiles along the contracted axis:
     swizzled         1x32 and 1x16   one byte each, flat: blocks of 128 rows and 4 columns, 512 bytes, the blocks of a row panel
                                      one after another; within a block, row r and column c are at (r % 32) * 16 + (r // 32) * 4 + c
 
+A bias is added in the epilogue, in float32 before the only rounding, where the result is bfloat16 and torch hands the bias on: native,
+native-block, and native-mx but for MXFP4 and headroom. torch takes it in bfloat16 alone, and none for a float32 result.
+
 Square tiles (16x16, 32x32) repeat their scale for each row, which changes no number. The factor that all tiles of a tensor share is
 float32: NVFP4 hands it to the kernel, of MX (headroom) it multiplies the result.
 """
@@ -41,6 +44,7 @@ from narrowgauge.scaling import to_exponents
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 ROWS, COLUMNS, GROUP = 128, 4, 32  # of a swizzled block of scales; rows that lie together in it
+Bias = Tensor | None
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 
 
@@ -54,14 +58,23 @@ BLOCKWISE1X128, BLOCKWISE128X128 = ScalingType.BlockWise1x128.value, ScalingType
 NO_SWIZZLE, SWIZZLE_32_4_4 = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
 
 
-@framed
-def run_scaled(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def _on_cuda(lhs: QTensor, rhs: QTensor) -> bool:
+    """Whether a bias goes into the GEMM: torch's CPU versions round before they add it."""
+    return lhs.device.type == "cuda"
+
+
+def _scaled(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """torch._scaled_mm. With row scales its result comes rounded to bfloat16."""
     a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
     scale_a, scale_b = lhs.scale, rhs.scale
     if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
         scale_a, scale_b, dtype = _rows(lhs, a.shape[0]), _rows(rhs, b.shape[0]).t(), torch.bfloat16
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast_accumulate)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=filled(bias, b.shape[0]), out_dtype=dtype, use_fast_accum=fast_accumulate
+    )  # fmt: skip
+
+
+run_scaled = framed(_scaled, adds=_on_cuda)
 
 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
@@ -78,8 +91,8 @@ def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Te
 
 
 @framed
-def run_int8(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """torch._int_mm: exact int32 sums of up to 2**17 products; their sum and scales in float32."""
+def run_int8(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """torch._int_mm, which has no epilogue: exact int32 sums of up to 2**17 products; their sum and scales in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
     a, b = aligned(lhs.one_to_a_byte(), rows, ALIGNMENT), aligned(rhs.one_to_a_byte(), ALIGNMENT, ALIGNMENT)
@@ -97,10 +110,12 @@ class Scaled(NamedTuple):
     swizzles: list[int]
 
 
-@framed
-def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def _block(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Blocks of 128."""
-    return scaled_mm(_in_blocks(lhs), _in_blocks(rhs), dtype)
+    return scaled_mm(_in_blocks(lhs), _in_blocks(rhs), bias, dtype)
+
+
+run_block = framed(_block, adds=_on_cuda)
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
@@ -114,17 +129,26 @@ def _in_blocks(operand: QTensor) -> Scaled:
     return Scaled(codes, [outer_major], [BLOCKWISE1X128], [])
 
 
-@framed
-def run_mx(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def _mx(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """MXFP4 leaves its kernel rounded to bfloat16, the others as they are wanted, but in float32 with headroom."""
     kind = mx_kind(lhs.cast)
-    headroom = [q.global_scale for q in (lhs, rhs) if q.global_scale is not None and kind != "nvfp4"]
+    headroom = _headroom(lhs, rhs)
     if headroom or kind == "mxfp4":
         dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
-    out = scaled_mm(mx_operand(lhs), mx_operand(rhs), dtype)
+    out = scaled_mm(mx_operand(lhs), mx_operand(rhs), bias, dtype)
     for factor in headroom:
         out = out.to(torch.float32) * factor
     return out
+
+
+def _headroom(lhs: QTensor, rhs: QTensor) -> list[Tensor]:
+    """The factors that multiply the result: those of tensors, which NVFP4 hands to the kernel."""
+    return [q.global_scale for q in (lhs, rhs) if q.global_scale is not None and mx_kind(q.cast) != "nvfp4"]
+
+
+run_mx = framed(
+    _mx, adds=lambda lhs, rhs: _on_cuda(lhs, rhs) and mx_kind(lhs.cast) != "mxfp4" and not _headroom(lhs, rhs)
+)
 
 
 def mx_operand(operand: QTensor) -> Scaled:
@@ -152,7 +176,12 @@ def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
     return pad(data.contiguous().view(torch.uint8), fill).view(data.dtype)
 
 
-def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
+def filled(bias: Bias, columns: int) -> Bias:
+    """bias [N] with zeros up to `columns`."""
+    return bias if bias is None else pad(bias.contiguous(), (0, columns - len(bias))) if len(bias) < columns else bias
+
+
+def scaled_mm(lhs: Scaled, rhs: Scaled, bias: Bias, dtype: torch.dtype) -> Tensor:
     """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13.
 
     Compiled code calls that as `narrowgauge::scaled_mm`: Inductor of torch 2.13 makes a `_scaled_mm` of it, which wants the scales of
@@ -166,21 +195,20 @@ def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
         tell_launch(name, [lhs.codes, rhs.codes, found, *lhs.scales, *rhs.scales])
         return found
     call = torch.ops.narrowgauge.scaled_mm.default if is_compiling else _scaled_mm
-    out: Tensor = call(lhs.codes, rhs.codes, *lhs[1:], *rhs[1:], dtype)
+    bias = filled(bias, rhs.codes.shape[0])
+    out: Tensor = call(lhs.codes, rhs.codes, *lhs[1:], *rhs[1:], bias, dtype)
     return out
 
 
-def _scaled_mm(lhs: Tensor, rhs: Tensor, *of_scales: Any) -> Tensor:
-    out: Tensor = torch._scaled_mm_v2(
-        lhs, rhs.t(), *of_scales[:-1], None, of_scales[-1]
-    )  # a third of the overload's time
+def _scaled_mm(lhs: Tensor, rhs: Tensor, *rest: Any) -> Tensor:
+    out: Tensor = torch._scaled_mm_v2(lhs, rhs.t(), *rest)  # a third of the overload's time
     return out
 
 
 torch.library.define(
     "narrowgauge::scaled_mm",
     "(Tensor lhs, Tensor rhs, Tensor[] lhs_scales, int[] lhs_kinds, int[] lhs_swizzles, "
-    "Tensor[] rhs_scales, int[] rhs_kinds, int[] rhs_swizzles, ScalarType dtype) -> Tensor",
+    "Tensor[] rhs_scales, int[] rhs_kinds, int[] rhs_swizzles, Tensor? bias, ScalarType dtype) -> Tensor",
 )
 torch.library.impl("narrowgauge::scaled_mm", "CompositeExplicitAutograd", _scaled_mm)
 torch.library.register_fake(

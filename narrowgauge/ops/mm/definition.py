@@ -89,11 +89,16 @@ def run(
     return out.to(out_dtype)
 
 
-def framed(multiply: Callable[[QTensor, QTensor, torch.dtype, bool], Tensor]) -> Callable[..., Tensor]:
+def framed(
+    multiply: Callable[[QTensor, QTensor, Tensor | None, torch.dtype, bool], Tensor],
+    adds: Callable[[QTensor, QTensor], bool] = lambda lhs, rhs: False,
+) -> Callable[..., Tensor]:
     """The `run` of a kernel around its product: what has no elements, the cut to [M, N], the bias, the last rounding.
 
-    multiply(lhs, rhs, dtype, fast_accumulate) -> [M, N] or more. dtype: bfloat16 if that is all that is wanted and no bias follows,
-    else float32; the product may come in another float type.
+    multiply(lhs, rhs, bias, dtype, fast_accumulate) -> [M, N] or more. dtype: bfloat16 if that is all that is wanted and no bias
+    follows, else float32; the product may come in another float type. bias: bfloat16, where the GEMM `adds` it in its epilogue,
+    before it rounds to bfloat16; a wider one is rounded to that first, as by torch's Linear under autocast. Else None, and one
+    elementwise pass adds and rounds.
     """
 
     def run_framed(
@@ -102,15 +107,27 @@ def framed(multiply: Callable[[QTensor, QTensor, torch.dtype, bool], Tensor]) ->
         m, n = lhs.data.shape[0], rhs.data.shape[0]
         if m == 0 or n == 0 or lhs.inner == 0:
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
-        narrow = bias is None and out_dtype == torch.bfloat16
-        out = multiply(lhs, rhs, torch.bfloat16 if narrow else torch.float32, fast_accumulate)
+        inside = outside = None
+        if bias is not None and out_dtype == torch.bfloat16 and adds(lhs, rhs):
+            inside = bias.to(torch.bfloat16)
+        else:
+            outside = bias
+        narrow = outside is None and out_dtype == torch.bfloat16
+        out = multiply(lhs, rhs, inside, torch.bfloat16 if narrow else torch.float32, fast_accumulate)
         if out.shape != (m, n):
             out = out[:m, :n]
-        if bias is not None:
-            out = out.to(torch.float32) + bias.to(torch.float32)
+        if outside is not None:
+            return _biased(out, outside, out_dtype)
         return out if out.dtype == out_dtype else out.to(out_dtype)
 
     return run_framed
+
+
+def _biased(out: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """out + bias, added in float32 and rounded to dtype, in one pass."""
+    if torch.compiler.is_compiling():  # which fuses it
+        return (out.to(torch.float32) + bias.to(torch.float32)).to(dtype)
+    return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format))
 
 
 def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,7 +2,8 @@
 
     136 x 272 by 264 x 272      no multiple of 16, 32 or 128 in any axis but K of 16; scales from tile to tile up to 2**12 apart
 
-and the same with a NaN in the left operand. The truth is computed on the CPU from the decoded operands in float64. The kernel passes if
+and the same with a NaN in the left operand, and with a bias of the size of the result, rounded to bfloat16. The truth is computed on
+the CPU from the decoded operands in float64. The kernel passes if
 
     |out - truth| <= allowed * (|x_lhs| @ |x_rhs|.T)   everywhere, and NaN spoils the rows and columns that it must, no others
 
@@ -11,7 +12,7 @@ and the same with a NaN in the left operand. The truth is computed on the CPU fr
                           behind the point when they add (Hopper with fast_accumulate; arXiv 2412.19437, 3.3.2), 32 products at a time
 
 A kernel that reads its scales in another order, leaves a block out or repeats one is wrong by the size of the product itself, a
-hundred times more. Once per pair of casts: 5 to 11 ms of a processor (docs/gpu.md), four launches that are waited for. Compiling a Triton
+hundred times more. Once per pair of casts: 5 to 11 ms of a processor (docs/gpu.md), five launches that are waited for. Compiling a Triton
 kernel, where there is one, comes on top; a call would need it anyway.
 """
 
@@ -55,6 +56,13 @@ def _compare(run: Run, kind: tuple[Words | Cast, ...], device: torch.device) -> 
         for fast_accumulate in (False, True):
             out = run(left.to(device), right.to(device), None, torch.float32, fast_accumulate)
             yield Comparison("result", out, truth, bound)
+        if not with_nan:
+            bias = truth[0].to(torch.bfloat16)
+            out = run(left.to(device), right.to(device), bias.to(device), torch.bfloat16, False)
+            rounding = 2.0**-5 * (
+                truth.abs() + bias.abs()
+            )  # eight times what two roundings cost; one that is left out is off by all of it
+            yield Comparison("result with a bias", out, truth + bias.to(torch.float64), bound + rounding)
 
 
 def _operand(rows: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:

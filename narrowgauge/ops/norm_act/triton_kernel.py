@@ -2,8 +2,9 @@
 
 forward         a norm, and an activation with a scale per row: a program takes ROWS whole rows, with a pass for the mean (layer-norm),
                 one for the mean square (norms), one for the maxima (a scale per row), and one for the values and their cast; the later
-                passes read out of the cache. Other activations: a program takes one piece
-act_backward    a program takes one piece; of swiglu two results come from one read of g, u and h
+                passes read out of the cache. Other activations: a program takes a run of pieces side by side
+act_backward    a program takes such a run; of swiglu two results come from one read of g, u and h, one after the other, so that few
+                numbers are in registers at a time
 norm_backward   rows in registers, sums for weight and bias over all rows that a program takes, which the caller adds up in a
                 fixed order: PARTS each
 
@@ -16,10 +17,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowgauge.ops.quantize.triton_block import cast_block, store_block
-from narrowgauge.ops.quantize.triton_transpose import IN_USE, place_of_program, store_both
+from narrowgauge.ops.quantize.triton_block import cast_block, spread, store_block
+from narrowgauge.ops.quantize.triton_transpose import IN_USE, store_both
 from narrowgauge.ops.triton.elements import decode, magnitude_bits
 from narrowgauge.ops.triton.scales import scale_of
+
+LANE = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
 
 
 class Piece(NamedTuple):
@@ -28,9 +31,9 @@ class Piece(NamedTuple):
     rows: Any
     columns: Any
     down: Any  # number of the piece from above
-    across: Any  # and from the left
-    start: Any  # int64 of its first element
-    place: Any  # int32 [ROWS, COLUMNS] from there: 64 bits for every element would fill the registers
+    first: Any  # its first column
+    across: Any  # number of the piece from the left
+    place: Any  # int64 [ROWS, COLUMNS]
     row: Any  # int64 [ROWS]
     column: Any  # int64 [COLUMNS]
     inside: Any  # [COLUMNS]
@@ -44,19 +47,24 @@ def _piece_at(rows, columns, down, first, H: tl.constexpr):
     COLUMNS: tl.constexpr = H.columns
     row = down * ROWS + tl.arange(0, ROWS)
     column = first + tl.arange(0, COLUMNS).to(tl.int64)
-    place = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+    place = row[:, None] * columns + column[None, :]
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
-    start = down * ROWS * columns + first
-    return Piece(rows, columns, down, first // COLUMNS, start, place, row, column, inside, mask)
+    return Piece(rows, columns, down, first, first // COLUMNS, place, row, column, inside, mask)
 
 
 @triton.jit
-def _piece_of_program(rows, columns, H: tl.constexpr):
-    """The one that is this program's, where each has one."""
-    COLUMNS: tl.constexpr = H.columns
-    down, across = place_of_program(columns, COLUMNS)
-    return _piece_at(rows, columns, down, across * COLUMNS, H)
+def _run_of_program(columns, H: tl.constexpr):
+    """(number of the line int64, first column, the one behind the last) of the pieces that are this program's."""
+    program = tl.program_id(0)
+    if H.run == 0:
+        down, first, beyond = program, 0, columns
+    else:
+        runs = tl.cdiv(columns, H.run)
+        down = program // runs
+        first = program % runs * H.run
+        beyond = tl.minimum(first + H.run, columns)
+    return down.to(tl.int64), first, beyond
 
 
 @triton.jit
@@ -79,7 +87,7 @@ def _known_scale(out, H: tl.constexpr):
 def _store_values(values, scale, out, at, H: tl.constexpr):
     """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by those of its blocks."""
     C: tl.constexpr = H.C
-    tl.store(out.y + at.start + at.place, values, mask=at.mask)
+    tl.store(out.y + at.place, values, mask=at.mask)
     if H.scaling == "delayed" or H.scaling == "row":
         store_both(values, scale, at, out.codes, out.transposed, at.down, tl.cast(at.across, tl.int64), C)
     if H.scaling == "block":
@@ -90,18 +98,25 @@ def _store_values(values, scale, out, at, H: tl.constexpr):
 
 
 @triton.jit
-def _store_maximum(greatest, out, H: tl.constexpr):
-    """The largest of greatest [ROWS, COLUMNS] int32, which programs share places for."""
-    tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
+def _no_magnitudes(H: tl.constexpr):
+    """What `_larger` begins with."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    return tl.zeros((ROWS, COLUMNS // LANE), tl.int32)
 
 
 @triton.jit
-def _store_piece(values, out, at, H: tl.constexpr):
-    """Values float32 [ROWS, COLUMNS] of the `Piece` at, rounded, with their cast; not by row."""
-    values = _rounded(values, out.y, at.mask)
-    if out.maxima is not None:
-        _store_maximum(magnitude_bits(values), out, H)
-    _store_values(values, _known_scale(out, H), out, at, H)
+def _larger(greatest, values, H: tl.constexpr):
+    """The larger magnitudes of each LANE elements, which one thread holds, so that they take one register between pieces."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    return tl.maximum(greatest, tl.max(tl.reshape(magnitude_bits(values), (ROWS, COLUMNS // LANE, LANE)), axis=2))
+
+
+@triton.jit
+def _store_maximum(greatest, out, H: tl.constexpr):
+    """The largest of greatest int32, which programs share places for."""
+    tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -142,7 +157,7 @@ def _slope(x, FUNCTION: tl.constexpr):
     """The derivative of `_activation` at x."""
     if FUNCTION == "silu" or FUNCTION == "swiglu":
         share = _sigmoid(x)
-        slope = share * (1.0 + x * (1.0 - share))
+        slope = tl.fma(x * share, 1.0 - share, share)
     elif FUNCTION == "gelu" or FUNCTION == "geglu":
         slope = _normal(x) + x * (tl.exp(-0.5 * x * x) * 0.3989422804014327)
     elif FUNCTION == "gelu-tanh" or FUNCTION == "geglu-tanh":
@@ -159,13 +174,17 @@ def _slope(x, FUNCTION: tl.constexpr):
 def _input(x, scales, at, K: tl.constexpr):
     """float32 [ROWS, COLUMNS] of the `Piece` at: numbers as they are or, with scales, codes by K.C, K.block columns to a scale."""
     if scales is None:
-        value = tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+        value = tl.load(x + at.place, mask=at.mask, other=0.0).to(tl.float32)
     else:
-        BLOCK: tl.constexpr = K.block
         C: tl.constexpr = K.C
-        blocks = tl.cdiv(at.columns, BLOCK)
-        scale = tl.load(scales + at.row[:, None] * blocks + (at.column // BLOCK)[None, :], mask=at.mask, other=0.0)
-        value = decode(tl.load(x + at.start + at.place, mask=at.mask, other=0), C) * scale
+        ROWS: tl.constexpr = at.mask.shape[0]
+        COLUMNS: tl.constexpr = at.mask.shape[1]
+        BLOCK: tl.constexpr = min(K.block, COLUMNS)  # a narrow piece lies within one block
+        block = (at.first // K.block + tl.arange(0, COLUMNS // BLOCK)).to(tl.int64)
+        blocks = tl.cdiv(at.columns, K.block)
+        known = (at.row < at.rows)[:, None] & (block < blocks)[None, :]
+        scale = tl.load(scales + at.row[:, None] * blocks + block[None, :], mask=known, other=0.0)
+        value = decode(tl.load(x + at.place, mask=at.mask, other=0), C) * spread(scale, 1, BLOCK, ROWS, COLUMNS)
     return value
 
 
@@ -202,7 +221,7 @@ def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, columns, COLUMNS):
         at = _piece_at(rows, columns, tl.program_id(0).to(tl.int64), first, H)
-        values = tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+        values = tl.load(x + at.place, mask=at.mask, other=0.0).to(tl.float32)
         if SQUARES:
             away = tl.where(at.mask, values - center[:, None], 0.0)
             values = away * away
@@ -211,19 +230,19 @@ def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(
+def _store_run(
     inputs, scales, mean, rate, out, rows, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """All pieces of the rows that are this program's, rounded, with their cast."""
+    """All pieces that are this program's, rounded, with their cast."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
     C: tl.constexpr = H.C
-    down = tl.program_id(0).to(tl.int64)
+    down, start, beyond = _run_of_program(columns, H)
     scale = _known_scale(out, H)
     if H.scaling == "row":
         largest = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for first in range(0, columns, COLUMNS):
+        for first in range(start, beyond, COLUMNS):
             at = _piece_at(rows, columns, down, first, H)
             values = _rounded(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask)
             largest = tl.maximum(largest, magnitude_bits(values))
@@ -231,12 +250,12 @@ def _store_rows(
         of_rows = scale_of(tl.max(largest, axis=1), C)
         tl.store(out.scales + row, of_rows, mask=row < rows)
         scale = of_rows[:, None]
-    greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
+    greatest = _no_magnitudes(H)
+    for first in range(start, beyond, COLUMNS):
         at = _piece_at(rows, columns, down, first, H)
         values = _rounded(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask)
         if out.maxima is not None:
-            greatest = tl.maximum(greatest, magnitude_bits(values))
+            greatest = _larger(greatest, values, H)
         _store_values(values, scale, out, at, H)
     if out.maxima is not None:
         _store_maximum(greatest, out, H)
@@ -263,11 +282,7 @@ def forward(
         squares = _row_mean(inputs[0], mean, rows, columns, H, True)
         rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares + eps))
         tl.store(statistics[1] + row, rate, mask=row < rows)
-    if IS_NORM or H.scaling == "row":
-        _store_rows(inputs, scales, mean, rate, out, rows, columns, FUNCTION, GATED, K, H)
-    else:
-        at = _piece_of_program(rows, columns, H)
-        _store_piece(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out, at, H)
+    _store_run(inputs, scales, mean, rate, out, rows, columns, FUNCTION, GATED, K, H)
 
 
 @triton.jit
@@ -276,15 +291,29 @@ def act_backward(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x -> outputs[0], cast as FIRST says; of a gated one, whose gate is x, that of u -> outputs[1], as SECOND says."""
-    at = _piece_of_program(rows, columns, FIRST)
-    x = _input(inputs[0], scales[0], at, K)
-    h = tl.load(gy + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+    COLUMNS: tl.constexpr = FIRST.columns
+    down, start, beyond = _run_of_program(columns, FIRST)
+    scale, greatest = _known_scale(outputs[0], FIRST), _no_magnitudes(FIRST)
     if GATED:
-        u = _input(inputs[1], scales[1], at, K)
-        _store_piece(h * u * _slope(x, FUNCTION), outputs[0], at, FIRST)
-        _store_piece(h * _activation(x, FUNCTION), outputs[1], at, SECOND)
-    else:
-        _store_piece(h * _slope(x, FUNCTION), outputs[0], at, FIRST)
+        scale_of_up, greatest_of_up = _known_scale(outputs[1], SECOND), greatest
+    for first in range(start, beyond, COLUMNS):  # what is outside was loaded as zero, and so are its gradients
+        at = _piece_at(rows, columns, down, first, FIRST)
+        x = _input(inputs[0], scales[0], at, K)
+        h = tl.load(gy + at.place, mask=at.mask, other=0.0).to(tl.float32)
+        if GATED:
+            values = (h * _activation(x, FUNCTION)).to(outputs[1].y.dtype.element_ty)
+            if outputs[1].maxima is not None:
+                greatest_of_up = _larger(greatest_of_up, values, SECOND)
+            _store_values(values, scale_of_up, outputs[1], at, SECOND)
+            h *= _input(inputs[1], scales[1], at, K)
+        values = (h * _slope(x, FUNCTION)).to(outputs[0].y.dtype.element_ty)
+        if outputs[0].maxima is not None:
+            greatest = _larger(greatest, values, FIRST)
+        _store_values(values, scale, outputs[0], at, FIRST)
+    if outputs[0].maxima is not None:
+        _store_maximum(greatest, outputs[0], FIRST)
+    if GATED and outputs[1].maxima is not None:
+        _store_maximum(greatest_of_up, outputs[1], SECOND)
 
 
 @triton.jit

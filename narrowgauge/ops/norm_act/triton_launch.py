@@ -1,11 +1,13 @@
 """Launches of the kernels that compute norms and activations with their casts. The contract: `ops.norm_act`; the tensors are checked.
 
-Sizes of the pieces, none of them measured yet on a GPU:
+Sizes of the pieces, none of them measured yet on a GPU; chosen so that three programs of 8 warps fit into the registers of a
+multiprocessor of 9.0 (docs/gpu.md has the counts), a piece of gradients 8 elements per thread:
 
-    with y.T    32 x 128 in 8 warps: the runs of y.T are 32 bytes, one sector, and a norm's rows stay in the second-level cache
-    else        4 x 1024 in 8 warps; an activation without a scale per row one piece per program
+    with y.T    32 x 64: runs of y.T are 32 bytes, one sector, those of y.T's codes too; four pieces side by side to a program of an
+                activation, so that scales, maxima and addresses are found once for them; a norm's rows stay in the second-level cache
+    else        4 x 1024, of two gradients twice 4 x 512; an activation without a scale per row one run of 1024 per program
     gradients of norms, from y.T  32 x 64 in 4 warps: runs of 32 bytes; as many programs as that makes
-    gradients of norms            a row in registers: 4 warps, 8 from 2,048, 16 from 8,192 columns; 4 programs per multiprocessor
+    gradients of norms            a row in registers: 4 warps, 8 above 1,024, 16 above 2,048 columns; 4 programs per multiprocessor
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from narrowgauge.scaling import WHOLE
 
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
-TALL, WIDE = (32, 128), (4, 1024)  # a piece, with y.T and without
+TALL, WIDE = (32, 64), (4, 1024)  # a piece, with y.T and without
+HALF = 4, 512  # where two gradients are computed
+RUN = {TALL: 256, WIDE: 1024, HALF: 1024}  # columns that a program of an activation takes
+SETTLED = 32, 128  # a piece of a tensor that is cast once more, see `settle_both`
 TURNED = 32, 64  # a piece of a norm whose codes of y.T are read: 32 of them side by side
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
+REGISTERS = 80  # of a thread at most, on 9.x: three programs of WARPS share the 65,536 of a multiprocessor; on 8.9 it would spill
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Casting:
     rows: int
     columns: int
     parts: int  # places for maxima
+    run: int  # columns that a program takes, piece by piece; 0: all of its rows
 
 
 class Result(NamedTuple):
@@ -95,9 +102,9 @@ class _Target:
         codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
         return Result(self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live)
 
-    def casting(self, piece: tuple[int, int]) -> Casting:
+    def casting(self, piece: tuple[int, int], run: int) -> Casting:
         block = self.request.cast.tile[1] if self.request is not None and self.scaling == "block" else 1
-        return Casting(self.C, self.scaling, block, *piece, PARTS)
+        return Casting(self.C, self.scaling, block, *piece, PARTS, run)
 
     def finished(self) -> CastResult:
         """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""
@@ -112,7 +119,7 @@ class _Target:
             state = quantizing.state_of(request.live, self.maxima, plain.scale)
             launch(
                 triton_transpose.settle_both, PARTS, Matrix.of(y), plain.codes, transposed and transposed.codes, state, None,
-                RECORDS=request.records, C=C, PARTS=PARTS, ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,
+                RECORDS=request.records, C=C, PARTS=PARTS, ROWS=SETTLED[0], COLUMNS=SETTLED[1], warps=WARPS,
             )  # fmt: skip
             amax = state.amax
             if transposed is not None:
@@ -158,7 +165,11 @@ def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tup
 
 
 def _constants(cast: Cast, x: Tensor) -> CastConstants:
-    return constants_of(cast, device_facts(x.device.type, x.device.index).capability)
+    return constants_of(cast, _capability(x))
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    return device_facts(x.device.type, x.device.index).capability
 
 
 def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
@@ -171,12 +182,12 @@ def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -
     wanted = kind.name == "layer-norm", kind.is_norm
     mean, rate = (torch.empty(len(x), dtype=torch.float32, device=x.device) if each else None for each in wanted)
     piece = WIDE if target.transposed is None else TALL
-    whole_rows = kind.is_norm or target.scaling == "row"
-    across = 1 if whole_rows else -(-x.shape[1] // piece[1])
+    run = 0 if kind.is_norm or target.scaling == "row" else RUN[piece]
+    across = -(-x.shape[1] // run) if run else 1
     launch(
         triton_kernel.forward, -(-len(x) // piece[0]) * across, inputs, scales, (mean, rate), target.result,
         kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, GATED=kind.is_gated, K=reading,
-        H=target.casting(piece), warps=WARPS,
+        H=target.casting(piece, run), warps=WARPS,
     )  # fmt: skip
     return target.finished(), (mean, rate)
 
@@ -192,13 +203,14 @@ def backward(
     inputs, scales, reading = _read(kind, tensors)
     made = [torch.empty_like(x, dtype=each.dtype) for x, each in zip(inputs, tensors, strict=True)]
     targets = [_Target(x, request) for x, request in zip(made, requests, strict=True)]
-    piece = TALL if any(each.transposed is not None for each in targets) else WIDE
-    castings = [each.casting(piece) for each in targets]
+    piece = TALL if any(each.transposed is not None for each in targets) else HALF if kind.is_gated else WIDE
+    castings = [each.casting(piece, RUN[piece]) for each in targets]
     rows, columns = gy.shape
     launch(
-        triton_kernel.act_backward, -(-rows // piece[0]) * -(-columns // piece[1]), inputs, scales, gy,
+        triton_kernel.act_backward, -(-rows // piece[0]) * -(-columns // RUN[piece]), inputs, scales, gy,
         tuple(each.result for each in targets), rows, columns, FUNCTION=kind.name, GATED=kind.is_gated, K=reading,
         FIRST=castings[0], SECOND=castings[-1], warps=WARPS,
+        maxnreg=REGISTERS if _capability(gy)[0] == 9 else None,
     )  # fmt: skip
     return [target.finished() for target in targets], []
 
@@ -218,7 +230,7 @@ def _norm_backward(
     dx = torch.empty_like(x)
     sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=x.device) for _ in inputs[1:])
     width = max(1 << (columns - 1).bit_length(), 128)
-    warps = 4 if width < 2048 else 8 if width < 8192 else 16
+    warps = 4 if width < 2048 else 8 if width < 4096 else 16
     launch(
         triton_kernel.norm_backward, parts, inputs, statistics, gy, dx, sums, rows, columns, PLUS=_plus(kind),
         PARTS=parts, WIDTH=width, warps=warps,

@@ -30,7 +30,7 @@ def _block_amax(bits, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def _spread(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def spread(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """scale [ROWS / A, COLUMNS / B] -> [ROWS, COLUMNS]."""
     full = tl.broadcast_to(scale[:, None, :, None], (ROWS // A, A, COLUMNS // B, B))
     return tl.reshape(full, (ROWS, COLUMNS))
@@ -46,7 +46,7 @@ def cast_block(values, shared, key, first, second, length, C: tl.constexpr, A: t
     COLUMNS: tl.constexpr = values.shape[1]
     amax = _block_amax(magnitude_bits(values), A, B, ROWS, COLUMNS)
     scale = e4m3_scale_of(amax, shared, C) if C.two_level else scale_of(amax, C)
-    y = values.to(tl.float32) * _spread(reciprocal_of(scale, shared, C), A, B, ROWS, COLUMNS)
+    y = values.to(tl.float32) * spread(reciprocal_of(scale, shared, C), A, B, ROWS, COLUMNS)
     noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C), scale
 

@@ -33,7 +33,7 @@ class Card:
     bandwidth  bytes/s of its memory
     processors multiprocessors, and clock their boost clock in Hz
     reached    share of the peak that large products in bfloat16 reach
-    peak       FLOP/s of dense products by the type of their operands: "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4"; sums in
+    peak       FLOP/s of dense products by the type of their operands: "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4"; sums in
                float32, of int8 in int32. A type that is missing is one it cannot multiply
     device     what kernels are chosen by; None: narrowgauge has no kernels for it, and only memory is counted
     """
@@ -63,10 +63,10 @@ def _card(
 
 
 _HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
-_AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624}
+_AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624, "int4": 1248}
 
-# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S and L4;
-# its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
+# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S,
+# L4; its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
 CARDS: Mapping[str, Card] = MappingProxyType(
     dict(
         [
@@ -78,12 +78,13 @@ CARDS: Mapping[str, Card] = MappingProxyType(
             _card("B200", 178.35, 7700e9, (10, 0), 148, 1.85, 0.69, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, int8=4500,
                   fp4=9000),
             _card("MI300X", 191.69, 5300e9, None, 304, 2.1),
-            _card("RTX 3090", 23.68, 936e9, (8, 6), 82, 1.695, fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284),
-            _card("RTX 4090", 23.64, 1008e9, (8, 9), 128, 2.52, 1.02, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
+            _card("RTX 3090", 23.68, 936e9, (8, 6), 82, 1.695, fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284, int4=568),
+            _card("RTX 4090", 23.64, 1008e9, (8, 9), 128, 2.52, 1.02, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3,
+                  int8=660.6, int4=1321.2),
             _card("RTX 5090", 31.34, 1792e9, (12, 0), 170, 2.407, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, int8=838,
                   fp4=1676),
-            _card("L40S", 44.40, 864e9, (8, 9), 142, 2.52, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733, int8=733),
-            _card("L4", 22.03, 300e9, (8, 9), 58, 2.04, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5),
+            _card("L40S", 44.40, 864e9, (8, 9), 142, 2.52, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733, int8=733, int4=1466),
+            _card("L4", 22.03, 300e9, (8, 9), 58, 2.04, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5, int4=485),
         ]
     )
 )  # fmt: skip
@@ -107,9 +108,7 @@ def card(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None for one that is not in the table. An H800 and a GH200 compute as
-    an H100 does.
-    """
+    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None if it is not in the table. H800 and GH200 compute as an H100 does."""
     plain = name.lower().replace("h800", "h100").replace("gh200", "h100")
     named = {each.name.lower(): each for each in CARDS.values()}
     named["a100"] = CARDS["a100-40" if "40gb" in plain else "a100-80"]

@@ -90,7 +90,7 @@ class Rates:
 
     def share(self, operands: str) -> float:
         """Of `card.reached`."""
-        return self.fp4 if operands == "fp4" else self.narrow if operands in ("fp8", "int8") else 1.0
+        return self.fp4 if operands == "fp4" else self.narrow if operands in ("fp8", "int8", "int4") else 1.0
 
 
 RATES = Rates()

@@ -26,7 +26,7 @@ FILLED = ("copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_")
 FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_local_scalar_dense", "lift_fresh")
 MAXIMA = ("amax", "maxima")  # read and write no codes
 # Products that tell of themselves, [m, k] and [n, k] first: torch does not know those of cuBLAS under fake tensors.
-PRODUCTS = {"block_mm": "blocks", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
+PRODUCTS = {"block_mm": "blocks", "int4_mm": "fast", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
 SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed whole matrices and as a rule touch none
 
 
@@ -98,8 +98,9 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
     tensors = list(tensors)
     name, flops, operands, m, n = kernel.rsplit(".", 1)[-1], 0, "", 0, 0
     if name in PRODUCTS:
-        (m, k), n, operands = tensors[0].shape, tensors[1].shape[0], OPERANDS[tensors[0].dtype]
-        flops = 2 * m * n * k * (2 if operands == "fp4" else 1)
+        (m, k), n = tensors[0].shape, tensors[1].shape[0]
+        operands = "int4" if name == "int4_mm" else OPERANDS[tensors[0].dtype]
+        flops = 2 * m * n * k * (2 if operands in ("fp4", "int4") else 1)  # two to a byte
     nbytes = 0 if name in SETTLES else sum(map(_span, tensors))
     kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
     is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA

@@ -45,6 +45,8 @@ def decode(codes, C: tl.constexpr):
     """codes uint8, one to a byte -> their values as float32."""
     if C.exponent == 0:
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    elif C.hardware:
+        value = codes.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5, bitcast=True).to(tl.float32)
     else:
         wide = codes.to(tl.int32)
         magnitude = wide & ((1 << (C.bits - 1)) - 1)

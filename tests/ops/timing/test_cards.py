@@ -11,7 +11,10 @@ from narrowgauge.ops.timing.cards import CARDS, CONTEXT, GiB, card, of_memory
 @pytest.mark.parametrize("name", CARDS)
 def test_figures_belong_together(name):
     """A card has less than its name says and more than nine tenths of it; narrower types multiply no slower."""
-    found, named = CARDS[name], {"a100-40": 40, "l4": 24, "mi300x": 192, "b200": 186, "h200": 141, "rtx-5090": 32}
+    found, named = (
+        CARDS[name],
+        {"a100-40": 40, "l4": 24, "l40s": 48, "mi300x": 192, "b200": 186, "h200": 141, "rtx-5090": 32},
+    )
     gb = named.get(name, 24 if "90" in name else 80)
     assert 0.9 * gb * GiB < found.memory <= gb * GiB and found.usable == found.memory - CONTEXT
     assert (found.device is None) == (name == "mi300x") == (not found.peak)

@@ -74,8 +74,11 @@ def test_the_rates_are_the_fitted_ones():
 
 
 def test_the_name_that_a_driver_gives():
-    names = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H800": "H100", "NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80",
-             "NVIDIA GeForce RTX 4090": "RTX 4090", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S"}  # fmt: skip
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H800": "H100", "NVIDIA GH200 480GB": "H100",
+        "NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80", "NVIDIA GeForce RTX 4090": "RTX 4090",
+        "NVIDIA L4": "L4", "NVIDIA L40S": "L40S",
+    }  # fmt: skip
     assert {name: of_device(name).name for name in names} == names
     assert of_device("NVIDIA H20") is None and of_device("Fantasy GPU") is None
 

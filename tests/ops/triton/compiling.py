@@ -53,7 +53,7 @@ class AbsentGpu:
 
 @dataclass(frozen=True)
 class Compiled:
-    """name of the kernel; ptx, its text; usage: REG, STACK, LOCAL and SHARED of the binary, in registers and bytes."""
+    """name of the kernel; ptx, its text; usage: REG, STACK and LOCAL of the binary, WARPS and SHARED of a launch; registers and bytes."""
 
     name: str
     ptx: str
@@ -67,6 +67,12 @@ class Compiled:
     def spills(self) -> int:
         return self.usage["STACK"] + self.usage["LOCAL"]
 
+    @property
+    def programs(self) -> int:
+        """How many fit onto a multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, "Compute Capabilities")."""
+        registers = -(-self.usage["REG"] // 8) * 8 * 32 * self.usage["WARPS"]
+        return min(65536 // registers, 64 // self.usage["WARPS"], 228 * 1024 // (self.usage["SHARED"] + 1024))
+
 
 @contextmanager
 def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]:
@@ -76,7 +82,13 @@ def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]
         kernel: Any, programs: int, *arguments: Any, warps: int, reached: Any = None, **constants: Any
     ) -> None:
         made = kernel.warmup(*arguments, grid=(programs,), num_warps=warps, enable_fp_fusion=False, **constants)
-        found.append(Compiled(kernel.__name__, made.asm["ptx"], _usage(made.asm["cubin"])))
+        found.append(
+            Compiled(
+                kernel.__name__,
+                made.asm["ptx"],
+                _usage(made.asm["cubin"]) | {"SHARED": made.metadata.shared, "WARPS": warps},
+            )
+        )
 
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(AbsentGpu(sm))
