@@ -96,17 +96,14 @@ def plan(
 
 
 def plan_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], Tensor]:
-    """What finds the amax by which both x and x.T are then cast, by one scale: [1, 1], or more of which it is the largest.
-
-    It serves other tensors as `plan` does, and its amax the kernels that `plan` takes, none else.
-    """
+    """What finds the amax by which both x and x.T are then cast, by one scale, [1, 1]. It serves other tensors as `plan` does."""
     amax = x.new_empty((1, 1))
     kernels = [OF_ONE.choose(Spec.of(each, cast, amax)).kernel for each in (x, x.T)]
     if not all(kernel.name == "triton" for kernel in kernels):
         return lambda x: definition.tile_amax(x.detach(), cast.tile)
     from narrowgauge.ops.triton.replay import Replays  # where there are launches
 
-    return Replays(triton.parts)
+    return Replays(triton.amax)
 
 
 @torch.no_grad()

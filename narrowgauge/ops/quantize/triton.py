@@ -46,6 +46,4 @@ def _launching(function: str) -> Callable[..., Any]:
     return call
 
 
-run, both, pair, precast, parts, amax, empty = map(
-    _launching, ("run", "both", "pair", "precast", "parts", "amax", "empty")
-)
+run, both, pair, precast, amax, empty = map(_launching, ("run", "both", "pair", "precast", "amax", "empty"))

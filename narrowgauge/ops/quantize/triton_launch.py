@@ -51,7 +51,7 @@ Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax o
 
 def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> QTensor:
     """See `ops.quantize`."""
-    if amax is not None and (cast.tile != (WHOLE, WHOLE) or amax.shape == (1, 1)):  # else the maxima of its parts
+    if amax is not None:
         amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
 
@@ -59,11 +59,6 @@ def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> 
 def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTensor | None]:
     """x and, with cols, x.T; amax [1, 1]: of the tensor, where it is known. See `ops.quantize.compiled`."""
     return cast_pair(x, cast, cols=cols, amax=amax)
-
-
-def parts(x: Tensor) -> Tensor:
-    """[1, a power of two] float32, whose largest is the largest magnitude of x: an amax for `run`, of one scale for the tensor."""
-    return _tensor_maxima(x.detach()).view(torch.float32).view(1, -1)
 
 
 def empty(x: Tensor, cast: Cast) -> QTensor:

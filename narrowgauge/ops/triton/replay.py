@@ -52,6 +52,7 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    offset: int = 0  # bytes from where the base begins
 
     @property
     def is_contiguous(self) -> bool:
@@ -86,8 +87,10 @@ class Recording(TorchDispatchMode):
             if func is _ZEROS:
                 self.zeroed.add(len(self.bases))
             self.bases.append(made)
-        elif not isinstance(made, Tensor) or func._schema.is_mutable or self.base(made) is None:
-            self.missed = True
+        else:
+            parts = made if isinstance(made, list | tuple) else (made,)
+            known = all(isinstance(x, Tensor) and (x.numel() == 0 or self.base(x) is not None) for x in parts)
+            self.missed |= func._schema.is_mutable or not known
         return made
 
     def launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -109,10 +112,14 @@ class Recording(TorchDispatchMode):
         return x
 
     def base(self, x: Tensor) -> int | None:
-        """The number of the tensor at whose address x begins."""
+        """The number of the tensor at whose address x begins, or, of what was not given, in whose memory."""
         place = x.data_ptr()
-        found = (i for i, each in enumerate(self.bases) if each is not None and each.data_ptr() == place != 0)
-        return next(found, None)
+        for i, each in enumerate(self.bases):
+            if each is not None and place != 0:
+                start, length = each.data_ptr(), 1 if i < self.given else each.nbytes
+                if start <= place < start + length:
+                    return i
+        return None
 
     def form(self, x: Tensor) -> Form:
         """Of what a kernel is given, or the call returns."""
@@ -120,7 +127,9 @@ class Recording(TorchDispatchMode):
             self.missed = True
         else:
             self.read.add(base)
-        return Form(-1 if base is None else base, tuple(x.shape), x.stride(), x.dtype)
+        known = None if base is None else self.bases[base]
+        offset = 0 if known is None else x.data_ptr() - known.data_ptr()
+        return Form(-1 if base is None else base, tuple(x.shape), x.stride(), x.dtype, offset)
 
 
 Pick = Callable[[list[Any]], Any]
@@ -150,7 +159,7 @@ class Replay:
         for form in _forms_in(formed):
             base = self._forms[form.base]
             is_new = form.base >= recording.given and form.base not in recording.makers
-            if base is not None and is_new and _bytes(form) == _bytes(base):
+            if base is not None and is_new and form.offset == 0 and _bytes(form) == _bytes(base):
                 self._forms[form.base] = form  # what is returned is allocated as it is returned
         self._device = next(x.device for x in recording.bases if x is not None)
         self._is_alone = (
@@ -230,7 +239,7 @@ class Replay:
             self._constants.append(argument)
             return len(self._forms) + len(self._constants) - 1
         form = recording.form(argument)
-        return self._seen(form) if typed else form.base
+        return self._seen(form) if typed or form.offset else form.base
 
     def _seen(self, form: Form) -> int:
         """The place in the pool of a tensor of this form."""
@@ -265,6 +274,8 @@ def _is_hooked() -> bool:
 
 def _view(x: Tensor, form: Form) -> Tensor:
     x = x if x.dtype == form.dtype else x.view(form.dtype)
+    if form.offset:
+        return x.as_strided(form.shape, form.stride, x.storage_offset() + form.offset // x.element_size())
     return x if (x.shape, x.stride()) == form[1:3] else x.as_strided(form.shape, form.stride)
 
 
