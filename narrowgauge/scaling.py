@@ -209,6 +209,16 @@ def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return x.reshape(x.shape[0] // a, a, x.shape[1] // b, b)
 
 
+def of_tiles(tiles: Tensor, full: Tensor, rows: int, columns: int) -> Tensor:
+    """[rows, columns]: what `as_tiles` made of `full`, without what filled it up."""
+    found = tiles.reshape(full.shape)
+    if not torch.compiler.is_compiling() or found.shape == (rows, columns):
+        return found[:rows, :columns]
+    # Inductor (2.13) splits a loop over part of a tile where it divides the index by the tile's size, and then drops what is left of a
+    # vector. It computes what is cut out by strides as a whole.
+    return found.contiguous().as_strided((rows, columns), (found.shape[1], 1))
+
+
 def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
     """scale [A, B], so shaped that it broadcasts against `as_tiles` of the same tile."""
     if tile in _ONE_SCALE:
@@ -220,4 +230,4 @@ def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
     """values [outer, inner] times their tile's scale, in the dtype of values."""
     full = filled_up(values, tile)
     scaled = as_tiles(full, tile) * per_tile(scale, tile).to(values.dtype)
-    return scaled.reshape(full.shape)[: values.shape[0], : values.shape[1]]
+    return of_tiles(scaled, full, values.shape[0], values.shape[1])

@@ -19,6 +19,7 @@ from narrowgauge.scaling import (
     WHOLE,
     as_tiles,
     filled_up,
+    of_tiles,
     per_tile,
     scale_shape,
     tile_sizes,
@@ -143,7 +144,7 @@ def quantize(
         noise = filled_up(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
     if tiled:
-        data = data.reshape(x.shape)[: shape[0], : shape[1]]
+        data = of_tiles(data, x, *shape)
     if expand is None and format.codes_per_byte > 1:
         data = format.pack(data)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
