@@ -1,4 +1,4 @@
-"""For autograd functions: `no_double_backward` and `asked_for` in backward, `alias_while_compiling` for a result, `tied` for a draw."""
+"""For autograd functions: `no_double_backward`, `asked_for` and `column_sums` in backward, `alias_while_compiling` for a result, `tied`."""
 
 from __future__ import annotations
 
@@ -81,3 +81,10 @@ def tied(x: Tensor, to: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return x
     return x + to.reshape(-1)[:1].isnan().sum() * 0.0
+
+
+def column_sums(gy: Tensor, dtype: torch.dtype) -> Tensor:
+    """gy [T, N] -> [N], summed in float32 and rounded once; one kernel, as in torch's Linear, where no 16-bit type becomes another."""
+    if dtype in (gy.dtype, torch.float32):
+        return gy.sum(dim=0, dtype=dtype)  # torch sums 16 bits in float32
+    return gy.sum(dim=0, dtype=torch.float32).to(dtype)

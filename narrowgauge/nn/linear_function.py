@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import is_compiling
-from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, no_double_backward
+from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, column_sums, no_double_backward
 from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.operands import KINDS, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
@@ -86,7 +86,7 @@ class LinearFunction(torch.autograd.Function):
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d if d.dtype == dtype else d.to(dtype)
         if ctx.bias_dtype is not None and asked[2]:
-            grad_bias = _column_sums(gy, ctx.bias_dtype)
+            grad_bias = column_sums(gy, ctx.bias_dtype)
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
             x_step = torch.zeros(1, device=gy.device)
@@ -108,13 +108,6 @@ def _gradient(
         dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
     return d
-
-
-def _column_sums(gy: Tensor, dtype: torch.dtype) -> Tensor:
-    """gy [T, N] -> [N], summed in float32 and rounded once; one kernel, as in torch's Linear, where no 16-bit type becomes another."""
-    if dtype in (gy.dtype, torch.float32):
-        return gy.sum(dim=0, dtype=dtype)  # torch sums 16 bits in float32
-    return gy.sum(dim=0, dtype=torch.float32).to(dtype)
 
 
 def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:

@@ -73,8 +73,8 @@ def test_a_cpu_with_narrow_units(simulate):
     ("capability", "native"),
     [
         ((8, 0), set()),
-        ((8, 9), {"fp8-delayed", "fp8-current", "fp8-row"}),
-        ((9, 0), {"fp8-delayed", "fp8-current", "fp8-row"}),
+        ((8, 9), {"fp8-delayed", "fp8-current", "fp8-current-fast", "fp8-row"}),
+        ((9, 0), {"fp8-delayed", "fp8-current", "fp8-current-fast", "fp8-row"}),
     ],
 )
 def test_gpus(simulate, capability, native):

@@ -40,6 +40,16 @@ CASTS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What was found out of the Triton that is here is forgotten, and so is what the test finds out."""
+    for each in (triton.version, triton.unavailable):
+        each.cache_clear()
+    yield
+    for each in (triton.version, triton.unavailable):
+        each.cache_clear()
+
+
 def spec(cast: Cast, device: Device = HOPPER, shape: tuple[int, int] = (64, 64), **changes) -> Spec:
     changes.setdefault("noise", "key" if cast.rounding == "stochastic" else None)
     return Spec(device=device, dtype=changes.pop("dtype", torch.bfloat16), shape=shape, cast=cast, **changes)
@@ -108,11 +118,7 @@ def test_an_old_or_absent_triton_is_named(monkeypatch, version, words):
         return version
 
     monkeypatch.setattr(triton.metadata, "version", found)
-    triton.unavailable.cache_clear()
-    try:
-        assert words in str(triton.refuse("cuda", (9, 0)))
-    finally:
-        triton.unavailable.cache_clear()
+    assert words in str(triton.refuse("cuda", (9, 0)))
 
 
 def test_no_c_compiler_is_a_reason(monkeypatch):

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import cpp, cublas, definition, int4_units, triton
+from narrowgauge.ops.mm import cpp, cublas, definition, triton
 from narrowgauge.ops.mm.spec import MmSpec, refuse
-from narrowgauge.ops.registry import Choice, Kernel, Registry, facts_of
+from narrowgauge.ops.registry import Choice, Kernel, Refusal, Registry, constant_while_compiling, facts_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 
@@ -41,12 +41,33 @@ def check_of_products() -> Check[MmSpec]:
     return CHECK
 
 
+def _refuse_int4(spec: MmSpec) -> Refusal | None:
+    if (refusal := refuse("native-int4")(spec)) is not None:
+        return refusal
+    from narrowgauge.ops.mm import int4_units  # brings NVRTC, and what builds and keeps binaries
+
+    return int4_units.refuse(spec)
+
+
+def _run_int4(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    from narrowgauge.ops.mm import int4_units
+
+    return int4_units.run(lhs, rhs, bias, out_dtype, fast_accumulate)
+
+
+@constant_while_compiling
+def _slower_in_int4(device_type: str, index: int | None) -> str | None:
+    from narrowgauge.ops.mm import int4_units
+
+    return int4_units.slower(device_type, index)
+
+
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(
     Kernel("native", refuse("native"), cublas.run_scaled, by_torch=True, check=check_of_products),
     Kernel("native-block", refuse("native-block"), cublas.run_block, by_torch=True, check=check_of_products),
     Kernel("native-mx", refuse("native-mx"), cublas.run_mx, by_torch=True, check=check_of_products),
-    Kernel("native-int4", int4_units.refuse, int4_units.run, check=check_of_products, slower=int4_units.slower),
+    Kernel("native-int4", _refuse_int4, _run_int4, check=check_of_products, slower=_slower_in_int4),
     Kernel("native-int8", refuse("native-int8"), cublas.run_int8, by_torch=True, check=check_of_products),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products),
     Kernel("triton", triton.refuse, triton.run, check=check_of_products),
