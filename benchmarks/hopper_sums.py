@@ -64,7 +64,7 @@ def in_place_of_float32(bits: int = BITS) -> Iterator[None]:
     """Registers the product before all others, for FP8 operands with one scale per tensor or row, on a CPU."""
 
     @framed
-    def run(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
         out = hopper_sums(lhs.values(), rhs.values(), fast=fast_accumulate, bits=bits)
         return times_scales(out, lhs.full_scale(), rhs.full_scale())
 

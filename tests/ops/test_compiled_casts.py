@@ -70,7 +70,8 @@ def test_a_tensor_is_read_once_for_both_orientations_and_once_for_all_that_read_
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_a_weight_is_cast_again_in_backward_where_no_codes_are_kept(device_is, triton_installed) -> None:
-    assert casts_of("fp8-current", device_is, weight_codes="recast") == [{"cast": 6}, {"cast": 8}]
+    """Of the last layer alone: the input of the others needs no gradient."""
+    assert casts_of("fp8-current", device_is, weight_codes="recast") == [{"cast": 6}, {"cast": 5}]
 
 
 @pytest.mark.slow
