@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.torch_private import (
+    gathered_parameters,
     leave_out_of_ddp,
     leave_out_of_later_ddp,
     parameter_group,
@@ -103,6 +104,8 @@ class Topology:
     def refuse_steps_that_nobody_sums(self, layers: Mapping[QLinear, str]) -> None:
         """Learned steps that were made after DDP or fully_shard took the parameters: their gradients would differ from rank to rank."""
         copied = {id(each) for ddp in self.ddp for each in parameters_of_ddp(ddp)}
+        # Schedules of several stages gather before the first forward pass.
+        copied |= {id(each) for module in self.fsdp for each in gathered_parameters(module)}
         for layer, name in layers.items():
             for step in layer.steps.parameters() if layer.steps is not None else ():
                 if (

@@ -4,6 +4,7 @@ ReduceScatter        base class of what `FSDPModule.set_custom_reduce_scatter`, 
 DefaultReduceScatter that of torch, to go back to
 in_backward          activation checkpointing repeats a forward pass inside a backward pass, and nothing public says that one runs
 parameter_group      of a module of fully_shard: its mesh, and how it reshards after the forward pass
+gathered_parameters  of a module of fully_shard: what stands in the place of shards while they are gathered
 local_tensor         the tensor that a DTensor holds: hooks of fully_shard are attributes of it, and `to_local` gives another object
 parameters_of_ddp    whose gradients DistributedDataParallel sums
 leave_out_of_ddp     buffers that DistributedDataParallel, once built, no longer broadcasts; `..._later` of one that is yet to be built
@@ -28,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.errors import BackendError
 
 __all__ = [
-    "STAGES", "DefaultReduceScatter", "ReduceScatter", "in_backward", "is_rehearsal", "leave_out_of_ddp", "leave_out_of_later_ddp",
+    "STAGES", "DefaultReduceScatter", "ReduceScatter", "gathered_parameters", "in_backward", "is_rehearsal", "leave_out_of_ddp",
+    "leave_out_of_later_ddp",
     "local_tensor", "parameter_group", "parameters_of_ddp",
 ]  # fmt: skip
 
@@ -43,6 +45,13 @@ def in_backward() -> bool:
 def parameter_group(module: FSDPModule) -> Any:
     """None where the module has no parameters of its own."""
     return getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+
+
+def gathered_parameters(module: FSDPModule) -> list[Tensor]:
+    """Those that were gathered once; each stays the same object."""
+    group = parameter_group(module)
+    members = () if group is None else group.fsdp_params
+    return [each._unsharded_param for each in members if hasattr(each, "_unsharded_param")]
 
 
 def local_tensor(x: DTensor) -> Tensor:
