@@ -146,7 +146,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "narrowgauge needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train,evaluate,dev]'
 	@touch $@
 
 # Peers that benchmarks compare with. Apart from the rest because transformers imports torchao wherever it is installed, which
