@@ -1,8 +1,8 @@
 """Does the guard find planted faults by the third check, and leave healthy runs alone? Small Llamas on bytes of text, trained in full.
 
-    python -m benchmarks.guard_planted --data shakespeare.txt       52 runs, about half a minute of one core each
-    python -m benchmarks.guard_planted --data shakespeare.txt --runs nvfp4 int4-hq-bs
-    python -m benchmarks.guard_planted --judge                      judges the differences of finished runs again
+    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, about half a minute of one core each
+    python -m benchmarks.guard_planted --data shakespeare.txt --runs nvfp4 int4-hq-bs bf16-in-halves
+    python -m benchmarks.guard_planted                              judges again what is finished
 
 Every run is trained in its recipe, or with a fault of `planted_faults`. After warm-up, and after each stretch, a copy of its state
 goes on in BF16 on the batches that the run itself sees next (at the first and every fourth check also with its batches in
@@ -36,9 +36,9 @@ UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone mo
 def main() -> None:
     options = _options()
     settings = SETTINGS | {"data": str(options.data)}
-    names = [*UNCHECKED, *options.runs]
+    names = ["bf16", *options.runs]
     experiment = Experiment(train, names, options.seeds, settings, options.output)
-    results = experiment.finished() if options.judge else experiment.results(options.jobs)
+    results = experiment.results(options.jobs) if options.data else experiment.finished()
     rows = judged(results)
     print(markdown(rows))
     found = {**chance(results), **summary(rows)}
@@ -230,11 +230,10 @@ def _lines(rows: Sequence[Figures]) -> Iterator[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.guard_planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--data", type=Path, required=True, help="any text file")
+    parser.add_argument("--data", type=Path, help="any text file")
     parser.add_argument("--runs", nargs="+", default=[*HEALTHY, *SICK])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--judge", action="store_true", help="only judge what is finished")
     parser.add_argument("--output", type=Path, default=Path("runs/guard_planted"))
     parser.add_argument("--results", type=Path, default=RESULTS / "guard_planted.jsonl")
     return parser.parse_args()

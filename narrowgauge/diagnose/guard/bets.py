@@ -86,6 +86,10 @@ class Scale:
         del self._values[:-KEPT]
 
     @property
+    def count(self) -> int:
+        return len(self._values)
+
+    @property
     def value(self) -> float:
         """Zero before anything is known."""
         values, wild = sorted(self._values), min(len(self._values) // 4, 2)

@@ -11,8 +11,8 @@ checks give a control as well: the same difference between two BF16 continuation
     reference  the BF16 continuation itself has no finite loss, so nothing can be judged.
 
 The margin is a share of the reference's loss, and at least so many nats: "different" is not yet "worse". The scale of the noise is
-that of controls and of steps between neighbouring differences (bets.py), and never below a part of the margin. The verdict holds at
-every look: a healthy run is called worse in at most 5 % of runs, over all its checks together.
+that of controls and of steps between neighbouring differences (bets.py), and not below a part of the margin, which shrinks as they
+become more. The verdict holds at every look: a healthy run is called worse in at most 5 % of runs, over all its checks together.
 Checks belong after warm-up: while the loss falls steeply, sound recipes lag by more than the margin and catch up later.
 """
 
@@ -33,8 +33,9 @@ WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
 ENOUGH = 20.0  # 1 / 5 %
 MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order of 1e-3
 LEAST_MARGIN = 0.003  # nats
-LEAST_SCALE = 1 / 3  # of the margin, against "within": a gap of twice the margin is found by the third check
-LEAST_SCALE_WITHIN = 1 / 4  # of the margin, against "beyond"
+LEAST_SCALE = 1 / 3  # of the margin, before any noise was seen: a gap of twice the margin is found by the third check
+LEAST_SCALE_WITHIN = 1 / 4  # the same for what is bet on "within"
+WEARS_OFF = 4  # noise values after which both are smaller by sqrt(2)
 FORESIGHT = 100  # checks ahead
 RECENT = 8  # checks
 
@@ -209,20 +210,20 @@ class Bets:
         """grow=False leaves the scale as it is."""
         if check.control is not None and math.isfinite(check.control):
             self._scale.control(check.control)
-        scale = max(self._scale.value, LEAST_SCALE * margin)
+        scale = self.scale_at(margin)
         above, below = factors((check.difference - margin) / scale), factors((-check.difference - margin) / scale)
         self._above.bet(above)
         self._below.bet(below)
         self._either.bet([(up + down) / 2 for up, down in zip(above, below, strict=True)])
-        scale = max(self._scale.value, LEAST_SCALE_WITHIN * margin)
+        scale = self.scale_at(margin, LEAST_SCALE_WITHIN)
         self._not_above.bet(factors((margin - check.difference) / scale))
         self._not_below.bet(factors((margin + check.difference) / scale))
         self._newest = check.difference
         if grow:
             self._scale.difference(check.difference)
 
-    def scale_at(self, margin: float) -> float:
-        return max(self._scale.value, LEAST_SCALE * margin)
+    def scale_at(self, margin: float, least: float = LEAST_SCALE) -> float:
+        return max(self._scale.value, least * margin / math.sqrt(1 + self._scale.count / WEARS_OFF))
 
     @property
     def e_worse(self) -> float:
