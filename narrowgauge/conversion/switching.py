@@ -120,7 +120,7 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
     """`recipe` with those products from `wider` that are no narrower there."""
     old, new = recipe.gemms(), wider.gemms()
     taken = [
-        name for name in GEMMS if name in products and new[name] != old[name] and _bits(new[name]) >= _bits(old[name])
+        name for name in GEMMS if name in products and new[name] != old[name] and bits(new[name]) >= bits(old[name])
     ]
     if not taken:
         return recipe
@@ -137,6 +137,6 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
         ) from None
 
 
-def _bits(gemm: Gemm) -> int:
+def bits(gemm: Gemm) -> int:
     """Of the narrower operand."""
     return min(HIGH_PRECISION_BITS if cast is None else cast.format.bits for cast in (gemm.lhs, gemm.rhs))

@@ -35,13 +35,12 @@ from narrowgauge.train import launches, step, stepping
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.loss import Batch, learning_rate
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks
-from narrowgauge.train.pending import MOST, Decision, fetched
+from narrowgauge.train.pending import MOST, fetched
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]  # what is different inside a stretch, as `suspended`
-MOST_SKIPPED = 20  # steps of float16 in a row that overflow
 
 
 @dataclass
@@ -99,8 +98,7 @@ def undone(trainer: Trainer) -> Iterator[None]:
     before = _Before.of(trainer)
     trainer.pending = None
     if trainer.decision is not None:
-        scales = trainer.scaler is not None
-        trainer.decision = Decision(trainer.device, trainer.ranks.world, scales, MOST_SKIPPED, trainer.skipped_steps)
+        trainer.decision = trainer.new_decision()
     try:
         yield
     finally:

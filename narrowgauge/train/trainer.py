@@ -13,6 +13,7 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -52,6 +53,7 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.tensor_stats import watched
+from narrowgauge.train.watch import Watch
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
 
@@ -61,12 +63,13 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
-        has_own_peak: bool = True, ranks: Ranks | None = None,
+        has_own_peak: bool = True, ranks: Ranks | None = None, watch: Callable[[Any], Watch] = lambda trainer: Watch(),
     ) -> None:  # fmt: skip
         """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one.
 
         has_own_peak  the peak of memory is this run's; else it is of the runs before as well, and is not recorded
         ranks         among which the micro-batches of a step (config.micro_batches) are shared; None: one
+        watch         gives what looks after this run
         """
         self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak
@@ -106,6 +109,7 @@ class Trainer:
         self.memory_notes += stepping.summary(config, begun)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
+        self.watch = watch(self)
         self._resume()
         self.generators = state.generators()
         backward = partial(self.backward, self.objective, checked=True)
@@ -115,10 +119,14 @@ class Trainer:
         self.pending: Pending | None = None  # None: each step is read before its update
         self.decision: Decision | None = None
         if waits(device) and self.graphs is None and self.stepping is None:
-            scales, most = self.scaler is not None, MOST_SKIPPED_STEPS
-            self.decision = Decision(device, ranks.world, scales, most, self.skipped_steps)
+            self.decision = self.new_decision()
             self.pending = Pending()
         self._compare_ranks()
+
+    def new_decision(self) -> Decision:
+        """What the device decides by from here on."""
+        scales = self.scaler is not None
+        return Decision(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.skipped_steps)
 
     def _policy(self) -> tuple[str, str]:
         """The policy of checkpointing, the same on all ranks, and why where it was chosen."""
@@ -157,19 +165,11 @@ class Trainer:
             ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        tensors, rest = found.tensors, found.facts["state"]
-        if self.numbers is not None:
-            with state.unusable(str(found.path)):
-                tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
-        state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
-        for agreement in self.parallel.agreements:  # checkpoints of before have none
-            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
-        with state.unusable(f"{found.path / manifest.FACTS}: position"):
-            self.feed.restore(found.facts.get("position", {}))
+        self.take_up(found)
         if lost := self.best.restore(found.facts.get("best")):
             tell(f"WARNING: {lost}")
-        self.step = self.saved_step = found.step
-        self.trained_s, self.skipped_steps = found.facts["trained_s"], found.facts["skipped_steps"]
+        self.saved_step, self.trained_s = found.step, found.facts["trained_s"]
+        self.watch.restore(found.facts)
         self.resumed_from = str(found.path)
         place = str(found.path.relative_to(self.folder.path))
         self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
@@ -179,8 +179,22 @@ class Trainer:
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
 
+    def take_up(self, found: store.Checkpoint) -> None:
+        """The state of a checkpoint of this run becomes the present one."""
+        tensors, rest = found.tensors, found.facts["state"]
+        if self.numbers is not None:
+            with state.unusable(str(found.path)):
+                tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
+        state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
+        for agreement in self.parallel.agreements:  # checkpoints of before have none
+            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
+        with state.unusable(f"{found.path / manifest.FACTS}: position"):
+            self.feed.restore(found.facts.get("position", {}))
+        self.step, self.skipped_steps = found.step, found.facts["skipped_steps"]
+
     def _become(self, found: store.Checkpoint) -> None:
         """Gives layers the recipes that they had at the step of a checkpoint of this run."""
+        self.watch.prepare(found.facts)
         self._refuse_other_run(found)
         for stage in self.stages:
             if stage.step <= found.step:
@@ -238,6 +252,9 @@ class Trainer:
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
         while self.step < config.steps and not stop.requested:
+            self.watch.before_step(show)
+            if stop.requested:
+                break  # what it cut short begins anew
             started_at_s = time.monotonic()
             self._switch(show)
             if self.pending is not None:
@@ -258,6 +275,7 @@ class Trainer:
                 self._compare_ranks()
             if self._is_due(config.log_every):
                 self._report_nonfinite_amax(show)
+            self.watch.after_step(show)
             if self._is_due(config.eval_every):
                 self._evaluate(show)
             if stop.requested or self._is_due(config.checkpoint_every):
@@ -273,6 +291,7 @@ class Trainer:
         self.trained_s += spent_s
         speed = inputs / spent_s
         self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
+        self.watch.saw(number, numbers["loss"])
         show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
 
     def _is_read_after(self, number: int, monitor: launches.LaunchMonitor) -> bool:
@@ -284,7 +303,7 @@ class Trainer:
         measured = monitor.measures(following) or monitor.measures(number)
         switches = any(stage.step == following for stage in self.stages)
         most = self.pending is not None and len(self.pending.steps) >= MOST
-        return is_due or measured or switches or most or bool(self.stop.requested)
+        return is_due or measured or switches or most or self.watch.reads_after(number) or bool(self.stop.requested)
 
     def _read(self, show: Console) -> None:
         """Reads and logs the steps that were launched; ends the run where one of them has to. Time is shared out by tokens."""
@@ -321,7 +340,7 @@ class Trainer:
     def _switch(self, show: Console) -> None:
         """Gives layers the recipes that begin with the next step."""
         for stage in self.stages:
-            if stage.step == self.step + 1:
+            if stage.step == self.step + 1 and stage.changes:
                 stage.apply(self.model)
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
@@ -521,8 +540,8 @@ class Trainer:
         with self.precision.context(self.device.type):
             return self.parallel(self.objective.scored, batch, self.device)
 
-    def _save(self) -> None:
-        started_at_s = time.monotonic()
+    def collected(self) -> tuple[store.Tensors, dict[str, Any]]:
+        """Tensors and facts of a checkpoint."""
         tensors, rest = (self.numbers or state).collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
@@ -533,13 +552,20 @@ class Trainer:
             **self.task.identity,
             "position": self.feed.state(),
             "best": self.best.facts(),
+            **self.watch.facts(),
         }
         for agreement in self.parallel.agreements[:1]:  # those of other stages say the same
             facts["agreement"] = agreement.state_dict()
+        return tensors, facts
+
+    def _save(self) -> None:
+        started_at_s = time.monotonic()
+        tensors, facts = self.collected()
         self.log.sync()  # a run that goes on from here has the lines of the steps before
         path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step
         self.best.clear()
+        self.watch.saved()
         save_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
