@@ -76,6 +76,7 @@ class Trainer:
         self.skipped_steps = 0  # in a row, of float16
         self.trained_s = 0.0  # over all resumptions
         self.resumed_from = ""
+        self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
@@ -108,7 +109,7 @@ class Trainer:
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
         self.generators = generators()
-        backward = partial(self._backward, self.objective, checked=True)
+        backward = partial(self.backward, self.objective, checked=True)
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
@@ -233,7 +234,7 @@ class Trainer:
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
-        config, self._stop = self.config, stop
+        config, self.stop = self.config, stop
         set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
@@ -284,7 +285,7 @@ class Trainer:
         measured = monitor.measures(following) or monitor.measures(number)
         switches = any(stage.step == following for stage in self.stages)
         most = self.pending is not None and len(self.pending.steps) >= MOST
-        return is_due or measured or switches or most or bool(self._stop.requested)
+        return is_due or measured or switches or most or bool(self.stop.requested)
 
     def _read(self, show: Console) -> None:
         """Reads and logs the steps that were launched; ends the run where one of them has to. Time is shared out by tokens."""
@@ -299,7 +300,7 @@ class Trainer:
         for each, (*losses, norm) in zip(steps, readings, strict=True):
             self.ranks.place = f"step {each.number}"
             loss, norm = agreed(losses, norm, self.ranks)
-            if not self._is_fine(loss, norm):
+            if not self.is_fine(loss, norm):
                 self.step = each.number - 1
                 self.pending.put_back(each, self.parallel.agreements)
                 self._end_nonfinite(loss, norm, each.micro_batches, each.numbers["tokens"])
@@ -354,7 +355,7 @@ class Trainer:
         self.ranks.place = f"step {number}"
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
+        targets, facts = targets_of_ranks(step_batch, number, self.stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
         if self.pending is not None:
@@ -363,7 +364,7 @@ class Trainer:
         if self.stepping is not None:
             loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
         else:
-            loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
+            loss, grad_norm = agreed(*read(self.gradient(micro_batches, targets)), self.ranks)
             self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
@@ -379,14 +380,14 @@ class Trainer:
         """A step whose numbers are read later; returns what the log will say beside them, to which more may be added."""
         assert self.decision is not None
         windows, counted = pending.windows(self.model), [each.step for each in self.parallel.agreements]
-        readings = self._gradient(micro_batches, numbers["tokens"])
+        readings = self.gradient(micro_batches, numbers["tokens"])
         self.decision.see(readings)
         step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), self.decision)
         self.step += 1
         pending.steps.append(Step(self.step, readings, numbers, inputs, micro_batches, windows, counted))
         return numbers
 
-    def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
+    def gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; on the device: the losses of its micro-batches, and the norm before clipping."""
         if self.graphs is not None:
             for batch in micro_batches:
@@ -398,7 +399,7 @@ class Trainer:
             micro_batches = []
         for turn, batch in enumerate(micro_batches, 1):
             self.parallel.follows(turn == len(micro_batches))
-            losses.append(self._backward(self.objective, batch, targets))
+            losses.append(self.backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = step.clipped(self.config, self.model, self.parallel.stages_group, self.holding)
@@ -409,13 +410,13 @@ class Trainer:
 
         def backward() -> Tensor:
             self.parallel.follows(True)  # each micro-batch: what is summed in FP8 is the part of this rank
-            return torch.stack([self._backward(self.objective, batch, targets) for batch in micro_batches])
+            return torch.stack([self.backward(self.objective, batch, targets) for batch in micro_batches])
 
         def between(losses: Tensor) -> None:
             assert inside.norm is not None
             readings = agreed(*read(torch.cat((losses, inside.norm.to(losses.dtype)[None]))), self.ranks)
             self._refuse_nonfinite(*readings, micro_batches, targets)
-            self._repeat_draws()
+            self.repeat_draws()
 
         losses = stepping.take(inside, backward, between)
         inside.end_step()
@@ -427,22 +428,22 @@ class Trainer:
             raise error
         return found
 
-    def _repeat_draws(self) -> None:
+    def repeat_draws(self) -> None:
         """The next pass of this step draws what ranks have drawn once more."""
         for agreement in self.parallel.agreements:
             agreement.micro_batch = 0
 
-    def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
+    def backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
         loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
     def _refuse_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> None:
-        if not self._is_fine(loss, grad_norm):
+        if not self.is_fine(loss, grad_norm):
             self._end_nonfinite(loss, grad_norm, micro_batches, targets)
 
-    def _is_fine(self, loss: float, grad_norm: float) -> bool:
+    def is_fine(self, loss: float, grad_norm: float) -> bool:
         """Whether the run goes on after a step with these numbers; called once for each, in order."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_steps = 0
@@ -461,11 +462,11 @@ class Trainer:
         self.parallel.follows(False)
 
         def repeat() -> None:
-            self._repeat_draws()
+            self.repeat_draws()
             if pipeline is not None:
                 pipeline.step(micro_batches, targets)
             for batch in micro_batches if pipeline is None else ():
-                self._backward(whole, batch, targets)
+                self.backward(whole, batch, targets)
 
         stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
         again = repeat if self.stepping is None else partial(self.stepping.measure, repeat)
