@@ -18,6 +18,7 @@ from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
+from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn.dropout import use_counted_dropout
@@ -27,7 +28,6 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import GEMMS, Recipe
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
-from narrowgauge.train.checkpoint.state import seed_all
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig

@@ -8,7 +8,7 @@
                                                    both in one, under another change of the model (`conversion.switching`)
 
 Nothing is logged. A step is the run's own: its batch, its learning rate, its clipping, its loss scale. Put back are weights, optimizer,
-recipes' state, loss scale and generators (`Held`), the position in the data, what ranks count together, and how many steps were skipped.
+recipes' state, loss scale and generators (`Fork`), the position in the data, what ranks count together, and how many steps were skipped.
 Steps that a GPU was given and the host has not read (`pending`) must be read before.
 
 Where a number is not finite a stretch ends as a run would: `Stretch.lost` says at which step. A request to stop ends it too.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,10 +30,10 @@ from torch import Tensor, nn
 
 from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
+from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train import launches, step, stepping
-from narrowgauge.train.checkpoint import state
 from narrowgauge.train.loss import Batch, learning_rate
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks
 from narrowgauge.train.pending import MOST, fetched
@@ -68,9 +69,11 @@ class Stretch:
         return [each["grad_norm"] for each in self.steps]
 
 
-def stretch(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> Stretch:
+def stretch(
+    trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False, where: str | Path = "host"
+) -> Stretch:
     """So many optimizer steps from the present state under a change of the model; afterwards all is as it was, to the bit."""
-    with undone(trainer):
+    with undone(trainer, where):
         return taken(trainer, steps, change, other_order=other_order)
 
 
@@ -93,9 +96,9 @@ def refuse(trainer: Trainer, steps: int) -> None:
 
 
 @contextmanager
-def undone(trainer: Trainer) -> Iterator[None]:
-    """What steps change inside the block is put back at its end, also where it raises."""
-    before = _Before.of(trainer)
+def undone(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
+    """What steps change inside the block is put back at its end, also where it raises. where: as `Fork` keeps its copy meanwhile."""
+    before = _Before.of(trainer, where)
     trainer.pending = None
     if trainer.decision is not None:
         trainer.decision = trainer.new_decision()
@@ -230,7 +233,7 @@ def _summed_in_halves(trainer: Trainer) -> Iterator[None]:
 class _Before:
     """A run as it was."""
 
-    held: Held
+    fork: Fork
     step: int
     saved_step: int
     skipped_steps: int
@@ -241,16 +244,16 @@ class _Before:
     decision: Any
 
     @classmethod
-    def of(cls, trainer: Trainer) -> _Before:
+    def of(cls, trainer: Trainer, where: str | Path) -> _Before:
         return cls(
-            Held.take(trainer.model, trainer.optimizer, trainer.scaler),
+            Fork.take(trainer.model, trainer.optimizer, trainer.scaler, where),
             trainer.step, trainer.saved_step, trainer.skipped_steps, trainer.ranks.place, trainer.feed.state(),
             [(each.state_dict(), each.micro_batch) for each in trainer.parallel.agreements], trainer.pending, trainer.decision,
         )  # fmt: skip
 
     def put_back(self, trainer: Trainer) -> None:
         trainer.optimizer.zero_grad()
-        self.held.restore()
+        self.fork.restore()
         trainer.step, trainer.saved_step, trainer.skipped_steps = self.step, self.saved_step, self.skipped_steps
         trainer.ranks.place = self.place
         trainer.feed.restore(self.position)
@@ -260,27 +263,3 @@ class _Before:
         trainer.pending, trainer.decision = self.pending, self.decision
         if trainer.pending is not None:
             trainer.pending.forget_windows()
-
-
-@dataclass
-class Held:
-    """A copy of everything that a step changes in model, optimizer, loss scale and generators, on the host."""
-
-    model: nn.Module
-    optimizer: Any
-    scaler: Any
-    tensors: dict[str, dict[str, Tensor]]
-    rest: dict[str, Any]
-
-    @classmethod
-    def take(cls, model: nn.Module, optimizer: Any, scaler: Any) -> Held:
-        tensors, rest = state.collect(model, optimizer, scaler)
-        copies = {
-            group: {name: each.detach().cpu().clone() for name, each in members.items()}
-            for group, members in tensors.items()
-        }
-        return cls(model, optimizer, scaler, copies, rest)
-
-    def restore(self) -> None:
-        """Puts it back, to the bit."""
-        state.restore(self.model, self.optimizer, self.scaler, self.tensors, self.rest, "a copy in memory")

@@ -26,6 +26,7 @@ from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.diagnose import forms
+from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
@@ -111,7 +112,7 @@ class Trainer:
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self.watch = watch(self)
         self._resume()
-        self.generators = state.generators()
+        self.generators = generators()
         backward = partial(self.backward, self.objective, checked=True)
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Why the optimizer's step is not asked to cast weights, or ''.
@@ -248,7 +249,7 @@ class Trainer:
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
         config, self.stop = self.config, stop
-        state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
+        set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
         while self.step < config.steps and not stop.requested:

@@ -96,14 +96,14 @@ def test_a_stretch_with_one_product_in_16_bits(make, stretches, recipe):
 def test_a_stretch_in_a_recipe_that_remembers_is_refused(make, stretches):
     stretches(3, 2, lambda model: switched(model, "fp8-delayed"))
     with pytest.raises(
-        ConfigError, match="'fp8-delayed' remembers amax, .* Name a recipe that remembers nothing, as bf16"
+        ConfigError, match=r"'fp8-delayed' remembers amax, .* Name a recipe that remembers nothing, as bf16"
     ):
         loop.run(make(recipe="int4-hq-bs"))
 
 
 def test_a_stretch_beyond_the_run_is_refused(make, stretches):
     stretches(3, 5)
-    with pytest.raises(ConfigError, match="a stretch of 5 steps from step 2: the run has 6 steps. Take a shorter one"):
+    with pytest.raises(ConfigError, match=r"a stretch of 5 steps from step 2: the run has 6 steps. Take a shorter one"):
         loop.run(make())
 
 

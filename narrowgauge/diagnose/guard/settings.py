@@ -4,8 +4,8 @@
 
     every    steps from the begin of a check to the begin of the next
     steps    of a stretch in BF16; the second half of them counts
-    margin   largest harmless difference of the loss: a share of it (0.25%), or nats (0.003). Of a share at least 0.003 nats at 0.25%, and in
-             proportion
+    margin   largest harmless difference of the loss: a share of it (0.25%), or nats (0.003). 0.25% is at least 0.003 nats, and other
+             shares in proportion
     then     when the run is worse: `warn`; `stay`, in BF16 until the next check, which tries narrow again; `bf16` from there on, or
              another wider recipe by its name
 
@@ -115,11 +115,11 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
                 wrong.append(
                     f"{key} = {values[key]!r} is no number of steps of at least {least}. Write it as '{FORM}'."
                 )
-    margins, said = _margins(values.get("margin", ""))
+    margin, least, said = _margins(values.get("margin", ""))
     wrong += said
     if wrong:
         return GuardSettings(), wrong
-    found = GuardSettings(**given, **margins, then=values.get("then", WARN))
+    found = GuardSettings(**given, margin=margin, least_margin=least, then=values.get("then", WARN))
     if found.steps > found.every:
         wrong.append(
             f"a stretch of {found.steps} steps is longer than its interval of {found.every}. Shorten steps, or raise every."
@@ -127,17 +127,16 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
     return found, wrong
 
 
-def _margins(text: str) -> tuple[dict[str, float], list[str]]:
+def _margins(text: str) -> tuple[float, float, list[str]]:
     """Those of `Evidence`; problems."""
     if not text:
-        return {}, []
+        return MARGIN, LEAST_MARGIN, []
     number, percent = text.removesuffix("%").strip(), text.endswith("%")
     value = float(number) if re.fullmatch(r"[-+]?\d{0,9}(\d|\.\d{1,12})", number) else 0.0
     if value <= 0 or (percent and value >= 100):
         form = "a share of the loss above 0 % and below 100 %, as 0.25%, or nats above 0, as 0.003"
-        return {}, [
-            f"margin = {text!r} is not {form}: differences of sound runs are of the order of 0.001. Write such a number."
-        ]
+        why = "differences of sound runs are of the order of 0.001"
+        return MARGIN, LEAST_MARGIN, [f"margin = {text!r} is not {form}: {why}. Write such a number."]
     if percent:
-        return {"margin": value / 100, "least_margin": LEAST_MARGIN * value / 100 / MARGIN}, []
-    return {"margin": NEXT_TO_NOTHING, "least_margin": value}, []
+        return value / 100, LEAST_MARGIN * value / 100 / MARGIN, []
+    return NEXT_TO_NOTHING, value, []
