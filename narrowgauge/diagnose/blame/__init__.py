@@ -1,0 +1,1 @@
+"""Blame: which product of which layer is inaccurate, and whether that hurts."""
