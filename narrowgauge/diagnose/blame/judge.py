@@ -4,12 +4,13 @@
              of a product     the larger of its two operands'
     suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
              not finite       a number that is none
-             operand          times above LIMIT, or above LIMIT_OF_INTEGERS of integers
+             operand          times above LIMIT; of integers, and of a window of earlier steps, above LOOSE_LIMIT
 
 A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
 Errors of operands are compared and not those of results: of a float format the first are alike in all layers of all models (within 1.05),
 while sums that cancel, or rows that repeat, move the second by a factor of up to 7. Those of integers follow from how far the largest
-element stands out, which training moves by a factor of up to 2.3. Figures in docs/trust.md.
+element stands out, which training moves by a factor of up to 2.3; and a window is passed now and then by a healthy tensor too, for a
+step. Figures in docs/trust.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from narrowgauge.diagnose.blame.measure import Operand, Product
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key
 
 LIMIT = 1.5
-LIMIT_OF_INTEGERS = 3.0
+LOOSE_LIMIT = 3.0
 SMALLEST = 4  # layers of a kind
 SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
 
@@ -51,9 +52,12 @@ class Reading:
         return math.nan if math.isnan(self.error) else 0.0 if self.error == 0 else math.inf
 
     @property
+    def limit(self) -> float:
+        return LOOSE_LIMIT if self.is_integer or self.lag is not None else LIMIT
+
+    @property
     def is_suspect(self) -> bool:
-        limit = LIMIT_OF_INTEGERS if self.is_integer else LIMIT
-        return self.is_narrow and not self.times <= limit
+        return self.is_narrow and not self.times <= self.limit
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class Finding:
     @property
     def worse(self) -> Reading:
         """The operand that is further from what is expected."""
-        return max((self.rhs, self.lhs), key=lambda each: (math.isnan(each.error), each.is_narrow, each.times))
+        return max(
+            (self.rhs, self.lhs), key=lambda each: (math.isnan(each.error), each.is_narrow, each.times / each.limit)
+        )
 
     @property
     def is_kernel(self) -> bool:
@@ -97,10 +103,13 @@ class Finding:
     def score(self) -> tuple[float, ...]:
         """By which findings are ordered: what is not a number, kernels that are off, limits that are passed, then times and noise."""
         worse = self.worse
-        over = worse.times / (LIMIT_OF_INTEGERS if worse.is_integer else LIMIT)
         if not self.is_finite:
             return (3.0, 0.0, 0.0)
-        return (2.0, self.kernel / self.kernel_most, 0.0) if self.is_kernel else (1.0, over, self.noise)
+        return (
+            (2.0, self.kernel / self.kernel_most, 0.0)
+            if self.is_kernel
+            else (1.0, worse.times / worse.limit, self.noise)
+        )
 
     @property
     def name(self) -> str:

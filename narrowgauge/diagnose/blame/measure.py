@@ -63,6 +63,14 @@ class Operand:
         """|codes - original| / |original|."""
         return _ratio(self.error, self.size)
 
+    def take(self, other: Operand) -> None:
+        for each in ("error", "size", "saturated", "underflown", "nonzero"):
+            setattr(self, each, getattr(self, each) + getattr(other, each))
+        for each in ("used", "present"):
+            setattr(self, each, max(getattr(self, each), getattr(other, each)))
+        for each in ("format", "is_narrow", "is_integer", "is_delayed"):
+            setattr(self, each, getattr(other, each))
+
     def add(self, original: Tensor, codes: QTensor | Tensor, wide: torch.dtype) -> None:
         """original [outer, inner] in the orientation of the codes."""
         decoded = decode(codes)
@@ -105,6 +113,14 @@ class Product:
     explained: float = 0.0
     shape: tuple[int, int, int] = (0, 0, 0)
     calls: int = 0
+
+    def take(self, other: Product) -> None:
+        """Adds the sums of another rank."""
+        for each in ("far", "size", "incoherent", "off", "coded", "explained", "calls"):
+            setattr(self, each, getattr(self, each) + getattr(other, each))
+        self.lhs.take(other.lhs)
+        self.rhs.take(other.rhs)
+        self.shape = other.shape
 
     @property
     def error(self) -> float:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.diagnose.blame.measure import Product
@@ -53,6 +55,19 @@ def watching(layers: Sequence[tuple[str, QLinear]], found: dict[Key, Product]) -
     finally:
         for (_, layer), observer in zip(layers, before, strict=True):
             layer.observer = observer
+
+
+def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
+    """The sums of all ranks; each has called this. Shards of a layer add up as micro-batches do."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return found
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, found)
+    total: dict[Key, Product] = {}
+    for each in told:
+        for key, product in each.items():
+            total.setdefault(key, Product()).take(product)
+    return total
 
 
 def converted(model: nn.Module) -> list[tuple[str, QLinear]]:
