@@ -44,6 +44,17 @@ TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
 }  # fmt: skip
+ROWS = record({"count": COUNT, "effective": SHARE, "top": SHARE, "norms": HISTOGRAM})
+CHANNELS = record(
+    {
+        "count": COUNT,
+        "largest": SIZE,
+        "outliers": COUNT,
+        "rotated_largest": SIZE,
+        "peaks": HISTOGRAM,
+        "rotated_peaks": HISTOGRAM,
+    }
+)
 LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
@@ -61,6 +72,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
     "tensor": ({"module": text, "role": text}, TENSOR),
+    "spread": ({"module": text, "role": text}, {"rows": ROWS, "channels": CHANNELS}),
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),

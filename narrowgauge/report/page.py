@@ -23,7 +23,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import cards, figures, tables
+    from narrowgauge.report import cards, figures, spread_table, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -73,6 +73,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "layers": tables.layers(recorded),
         "tensors": tensors,
         "watched": watched,
+        "spreads": spread_table.table(recorded),
         "happenings": tables.happenings(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
         "run_json": json.dumps(without_layers, indent=1, ensure_ascii=False),

@@ -357,8 +357,8 @@ class Trainer:
         if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
-            for event in self.parallel.of_all(events).values():
-                self.log.write("tensor", self.step, **event)
+            for kind, fields in self.parallel.of_all(events).values():
+                self.log.write(kind, self.step, **fields)
             return taken
         follows = watches and self.step % config.tensor_every == 0
         if monitor.measures(number) or (follows and monitor.measures(self.step)):
