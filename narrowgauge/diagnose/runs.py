@@ -63,8 +63,8 @@ LAUNCHES = {
 
 GUARD = {
     **dict.fromkeys(("difference", "mean", "margin", "scale", "e_worse", "e_within"), number(finite=False)),
-    **dict.fromkeys(("begun", "steps", "checks", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
-    **dict.fromkeys(("wide", "narrow"), LOSS), "control": either(number(finite=False), NOTHING),
+    **dict.fromkeys(("begun", "steps", "checks", "since", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
+    **dict.fromkeys(("wide", "narrow", "loss"), LOSS), "usual": either(LOSS, NOTHING), "control": either(number(finite=False), NOTHING),
     "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
 }  # fmt: skip
 
