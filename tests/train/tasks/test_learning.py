@@ -34,7 +34,9 @@ def test_answers_are_found_and_none_is_given_where_there_is_none(make, tmp_path)
 
 
 def test_tags_are_learnt(make, tmp_path):
-    found, known = trained(make, "tags", data=folders.tagged(tmp_path / "many.jsonl", 200), steps=30, learning_rate=1e-2)
+    found, known = trained(
+        make, "tags", data=folders.tagged(tmp_path / "many.jsonl", 200), steps=30, learning_rate=1e-2
+    )
     assert found["f1"] > 0.9 and found["accuracy"] > 0.9 and found["precision"] > 0.85
     assert known["data"]["classes"] == ["B-hue", "B-join", "I-hue", "I-join", "O"]
 
