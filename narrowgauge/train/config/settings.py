@@ -38,8 +38,8 @@ from narrowgauge.train.config.rules import (
 from narrowgauge.train.config.task_names import TASKS, WRITING
 
 __all__ = [
-    "FUSED_SAVES", "NO_RECIPE", "TABLE", "TASKS", "WRITING", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_key", "key_of", "replace",
-    "resolved", "shown",
+    "FUSED_SAVES", "NO_RECIPE", "TABLE", "TASKS", "WRITING", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_key", "key_of",
+    "replace", "resolved", "shown",
 ]  # fmt: skip
 
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
