@@ -475,7 +475,9 @@ class Trainer:
         """Takes the step after this one's weights once more to see where it appeared, and raises NumericsError."""
         number = self.step + 1
         self.optimizer.zero_grad()
-        whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
+        whole = replace(
+            self.objective, forward=self.model, options=self.task.options, head=None
+        )  # and uncompiled: all hooks run
 
         pipeline = self.parallel.pipeline
         self.parallel.follows(False)

@@ -9,7 +9,7 @@ f1_k     = 2 counts[k, k] / (true_k + predicted_k)
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,8 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks.tables import TableTask, header
+from narrowgauge.train.tasks.reading import header
+from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
 SHOWN_CLASSES = 10
@@ -46,14 +47,20 @@ class ClassificationTask(TableTask):
             )
         classes = chosen_classes(config)
         names = list(map(str, classes if isinstance(classes, tuple) else range(classes)))
-        options = {
-            "num_labels": len(names), "id2label": dict(enumerate(names)), "pad_token_id": pad_id,
-            "label2id": {name: place for place, name in enumerate(names)}, "problem_type": "single_label_classification",
-        }  # fmt: skip
         columns = data.Classification(
             classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
         )
-        return columns, replace(CLASSIFIER, options=options)
+        return columns, labelled(CLASSIFIER, names, pad_token_id=pad_id, problem_type="single_label_classification")
+
+    @classmethod
+    def planned(cls, config: TrainConfig) -> TrainConfig:
+        if config.classes:
+            return config
+        known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
+        return replace(config, classes=str(max(2, known)))
+
+    def blank(self, width: int) -> dict[str, Any]:
+        return super().blank(width) | {"labels": 0}
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
@@ -82,6 +89,12 @@ class ClassificationTask(TableTask):
             examples += len(labels)
             confusion.count(classes, labels)
         return {"loss": total_of(found) / examples, "tokens": examples, **confusion.metrics()}
+
+
+def labelled(kind: ModelClass, names: Sequence[str], **options: Any) -> ModelClass:
+    """Models of a kind that know the names of their classes."""
+    own = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
+    return replace(kind, options={"num_labels": len(names), **own, **options})
 
 
 def predicted(batch: Batch, logits: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import names
+from narrowgauge.train.config.rules import Range
 from narrowgauge.train.config.settings import (
     FUSED_SAVES,
-    SCORES,
     TABLE,
     OneOf,
     OneOrPair,
-    Range,
     TrainConfig,
     by_key,
     key_of,
     resolved,
 )
+from narrowgauge.train.config.task_names import METRICS
 
 FIELDS = dataclasses.fields(TrainConfig)
 KEYS = sorted(by_key())
@@ -250,6 +250,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
         return st.sampled_from(["", "dp", "ddp=2", "dp=2, fsdp=4", "fsdp"])
+    if each.name == "guard":  # excludes others, and wants room in the steps: tests/diagnose/guard
+        return st.just("")
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "keep_float32":
@@ -270,7 +272,7 @@ def settle_the_task(drawn: dict) -> None:
     for each in FIELDS:
         if drawn["task"] not in each.metadata["tasks"]:
             del drawn[each.name]
-    drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
+    drawn["best"] = drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
         "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
