@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import names
+from narrowgauge.train.config.rules import Range
 from narrowgauge.train.config.settings import (
     FUSED_SAVES,
-    SCORES,
     TABLE,
     OneOf,
     OneOrPair,
-    Range,
     TrainConfig,
     by_key,
     key_of,
     resolved,
 )
+from narrowgauge.train.config.task_names import METRICS
 
 FIELDS = dataclasses.fields(TrainConfig)
 KEYS = sorted(by_key())
@@ -255,7 +255,7 @@ def settle_the_task(drawn: dict) -> None:
     for each in FIELDS:
         if drawn["task"] not in each.metadata["tasks"]:
             del drawn[each.name]
-    drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
+    drawn["best"] = drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
         "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),

@@ -1,0 +1,35 @@
+"""Rules between the settings of the model, the data and the task, once each value is right by itself."""
+
+from narrowgauge.train.config.data_settings import DataSettings
+from narrowgauge.train.config.rules import Check, is_set
+from narrowgauge.train.config.task_names import METRICS
+
+
+def task_checks(c: DataSettings) -> list[Check]:
+    """Of the model and the data."""
+    is_table = c.task != "text"
+    return [
+        (c.from_scratch and not c.model, "from_scratch",
+         "from_scratch = true: needs model. Without it the Llama always starts from random weights."),
+        # Rotary embeddings turn pairs, so the width of a head is even.
+        (not c.model and c.hidden_size % (2 * c.heads), "hidden_size heads",
+         f"hidden_size = {c.hidden_size}: must be a multiple of 2 * heads = {2 * c.heads}."),
+        (not c.model and c.kv_heads and c.heads % c.kv_heads, "kv_heads heads",
+         f"kv_heads = {c.kv_heads}: must divide heads = {c.heads}."),
+        (c.best not in ("", "none", "loss", *METRICS[c.task]), "best",
+         f"best = {c.best!r}: is measured by {_who_measures(c.best)} alone. Take best = "
+         f"{', '.join(map(repr, ('loss', *METRICS[c.task])))}."),
+        (is_table and not c.model, "task", f"task = {c.task!r}: needs model, a folder or hub name of the model to train."),
+        (is_table and not is_set(c, "data"), "data task",
+         f"task = {c.task!r}: needs data, a table with examples (JSONL, CSV, TSV or Parquet)."),
+        (is_table and c.max_length == 1, "max_length", "max_length = 1: leaves no token to predict. Set at least 2, or 0."),
+        (is_table and not c.messages_column and is_set(c, "train_on"), "train_on",
+         f"train_on = {c.train_on!r}: needs messages_column, the column with chats."),
+        (is_table and c.packing % 16, "packing", f"packing = {c.packing}: must be a multiple of 16, as 8-bit products want."),
+        (is_table and c.packing and 0 < c.token_budget < c.packing, "token_budget packing",
+         f"token_budget = {c.token_budget}: holds no row of packing = {c.packing}. Raise it, or shorten rows."),
+    ]  # fmt: skip
+
+
+def _who_measures(metric: str) -> str:
+    return " and ".join(task for task, metrics in METRICS.items() if metric in metrics)

@@ -1,0 +1,65 @@
+"""What a run learns: the settings of the model, of the data and of the task, and which metrics choose its best weights.
+
+A task is one entry in `task_names`, and settings of its own with `tasks=`. The rules between settings are in `data_checks`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from narrowgauge.train.config.rules import COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
+from narrowgauge.train.config.task_names import METRICS, TASKS
+
+BEST = ("", "none", "loss", *dict.fromkeys(name for names in METRICS.values() for name in names))
+MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
+TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
+    partial(TASK, tasks=tasks) for tasks in (TASKS[1:], ("causal-lm",), ("classification",), ("seq2seq",))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The first part of `settings.TrainConfig`, and of no use alone."""
+
+    # fmt: off
+    model: str = MODEL("", "Local folder or hub name of a model; empty: a Llama of the sizes below.")
+    from_scratch: bool = MODEL(False, "With model: take its configuration, but start from random weights.")
+    hidden_size: int = MODEL(320, "Width of the residual stream.", Range(2, 2**20))
+    layers: int = MODEL(6, "Transformer blocks.", Range(1, 4096))
+    heads: int = MODEL(8, "Attention heads.", Range(1, 4096))
+    kv_heads: int = MODEL(0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096))
+    intermediate_size: int = MODEL(0, "Width of the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 64.", Range(0, 2**22))
+    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22), tasks=TASKS[:1])
+
+    data: str = DATA("stdlib", "Text to learn: a file, a folder or a data set's name; stdlib: Python's own sources. With a task: a table.",
+        NOT_EMPTY)
+    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.", tasks=TASKS[:1])
+    tokenizer: str = DATA("", "Folder or hub name of a tokenizer; empty: the model's, or a BPE trained here.")
+    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24), tasks=TASKS[:1])
+    validation_fraction: float = DATA(0.05, "Share of the documents held out for validation.", Range(0, 0.5, open_low=True))
+    cache: str = DATA("", "Folder of tokenized data; empty: `cache` beside the run folder.")
+
+    task: str = TASK("text", "What is learnt: running text, or the examples of a table.", OneOf(TASKS))
+    validation_data: str = TABLES("", "Table to validate on; empty: validation_fraction of the rows of data.")
+    prompt_column: str = CHATS("prompt", "causal-lm: column with the prompt.", NOT_EMPTY)
+    completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
+    messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
+    train_on: str = CHATS("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
+    text_column: str = CLASSES("text", "classification: column with the text.", NOT_EMPTY)
+    pair_column: str = CLASSES("", "classification: column with a second text; empty: none.")
+    label_column: str = CLASSES("label", "classification: column with the class.", NOT_EMPTY)
+    classes: str = CLASSES("", "Names of the classes with commas, or their number; empty: those of the data.")
+    source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
+    target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
+    columns: str = TABLES("", "Names, with commas, of the columns of CSV and TSV without a header row.")
+    max_length: int = TABLES(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
+    too_long: str = TABLES("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
+    no_target: str = TABLES("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
+    token_budget: int = TABLES(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
+    packing: int = CHATS(0, "causal-lm: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO)
+    length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
+    pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
+    epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
+    best: str = TASK("",
+        "Metric whose best checkpoint is kept and exported; empty: loss, mcc of classes, none of text; none: the last is exported.",
+        OneOf(BEST))
+    # fmt: on
