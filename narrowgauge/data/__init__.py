@@ -27,7 +27,8 @@ from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record
 from narrowgauge.data.targets import coloured_sample, count_targets, step_loss, summed_loss, trainer_loss
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task
+from narrowgauge.data.task import Task
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 

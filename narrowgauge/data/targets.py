@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.data.batches import IGNORED, Batch
-from narrowgauge.data.tasks import Kind
+from narrowgauge.data.task import Kind
 from narrowgauge.errors import DataError
 
 if TYPE_CHECKING:

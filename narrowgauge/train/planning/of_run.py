@@ -6,6 +6,7 @@ is known of its process alone, interpreter and libraries included; it is planned
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str
     if config.plan == "never" or (config.plan == "auto" and device.type != "cuda"):
         return {}
     try:
-        rows, width = probe["input_ids"].shape
+        *outer, width = probe["input_ids"].shape
+        rows = math.prod(outer)
         found = Counts(device_facts(device.type, device.index)).of(config, Shape(rows, width)).as_dict()
     except NarrowgaugeError as error:
         return {"reason": str(error)}

@@ -9,20 +9,19 @@ The width of a table is max_length, or what the model knows positions for: batch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from narrowgauge import data
 from narrowgauge.data.rows import round_up
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import CAUSAL_LM, ModelClass, own_configuration
+from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import TASKS
-from narrowgauge.train.tasks.classification import CLASSIFIER
-from narrowgauge.train.tasks.tables import TableTask, longest_example
+from narrowgauge.train.tasks.reading import longest_example
+from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import TrainTask
 from narrowgauge.train.tasks.writing import TextTask
 
@@ -67,9 +66,7 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
         return TextTask(config, tokenizer, [], None), CAUSAL_LM  # type: ignore[arg-type]
     kind = TASKS[config.task]
     assert issubclass(kind, TableTask)
-    if config.task == "classification" and not config.classes:
-        known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
-        config = replace(config, classes=str(max(2, known)))
+    config = kind.planned(config)
     _, model_class = kind.roles(config, tokenizer)
     longest = longest_example(config, model_class, tokenizer)
     nothing: Any = None
@@ -97,12 +94,10 @@ def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
 def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
     """Such a micro-batch before `task.align`, with numbers of no meaning."""
     rows, width = shape.rows, shape.width
-    ids = np.ones(width, dtype=np.int64)
     if not isinstance(task, TableTask):
         both = torch.ones(rows, width, dtype=torch.int64)
         return {"input_ids": both, "labels": both.clone()}
-    example: dict[str, Any] = {"input_ids": ids, "labels": ids if config.task != "classification" else 0}
-    collate = data.Collator(pad_id=0, widths=(width,))
+    example, collate = task.blank(width), data.Collator(pad_id=0, widths=(width,))
     if config.packing:
         halves = [{name: part[:size] for name, part in example.items()} for size in (width // 2, width - width // 2)]
         return collate([halves] * rows)

@@ -22,7 +22,8 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks.tables import TableTask, header
+from narrowgauge.train.tasks.reading import header
+from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
 SHOWN_CLASSES = 10
@@ -54,6 +55,16 @@ class ClassificationTask(TableTask):
             classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
         )
         return columns, replace(CLASSIFIER, options=options)
+
+    @classmethod
+    def planned(cls, config: TrainConfig) -> TrainConfig:
+        if config.classes:
+            return config
+        known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
+        return replace(config, classes=str(max(2, known)))
+
+    def blank(self, width: int) -> dict[str, Any]:
+        return super().blank(width) | {"labels": 0}
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:

@@ -24,7 +24,8 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, SEQ2SEQ, ModelClass, language_model
-from narrowgauge.train.tasks.tables import TableFeed, TableTask
+from narrowgauge.train.tasks.feed import TableFeed
+from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, StepBatch, TrainTask
 
 TEMPERATURE = 0.8

@@ -1,0 +1,77 @@
+"""The batches of training of a table: by length, epoch after epoch, each cut into micro-batches.
+
+Micro-batches are parts of the step's batch, so their number changes memory and nothing else.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from narrowgauge import data
+from narrowgauge.errors import DataError
+from narrowgauge.train.loss import Batch
+from narrowgauge.train.tasks.task import Feed, StepBatch
+
+
+@dataclass
+class TableFeed(Feed):
+    """Batches by length, epoch after epoch, each in at most `parts` micro-batches. The position is the sampler's: (epoch, step)."""
+
+    examples: data.Examples
+    sampler: data.LengthBatchSampler
+    collate: data.Collator
+    parts: int
+    align: Callable[[Batch], Batch]
+
+    def __post_init__(self) -> None:
+        self._epoch: Iterator[list[Any]] = iter(())
+        self._tokens = self.examples.tokens
+        if not len(self.sampler.plan):
+            raise DataError(
+                "no example is left to train on: all are above the token budget. Raise token_budget or packing."
+            )
+
+    def draw(self, step: int) -> StepBatch:
+        while (items := next(self._epoch, None)) is None:
+            self._epoch = iter(self.sampler)  # the sampler's next pass is the next epoch
+        parts = pieces(items, self.parts)
+        batches = [
+            self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in self.mine(len(parts))
+        ]
+        drawn = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
+        inputs = int(self._tokens[drawn].sum())
+        facts = {
+            "epoch": self.sampler.epoch + self.sampler.state_dict()["step"] / len(self.sampler),
+            "examples": len(drawn),
+            "inputs": inputs,
+            "positions": sum(max(batch["input_ids"].numel(), batch["labels"].numel()) for batch in batches),
+        }
+        return StepBatch(batches, inputs, facts)
+
+    def _batch(self, items: Sequence[Any]) -> Batch:
+        return self.align(self.collate([self.examples[item] for item in items]))
+
+    def _spare(self, items: Sequence[Any]) -> Batch:
+        """For a rank without examples in its turn: those of another, and nothing to learn. It changes no sum and no largest amax."""
+        batch = self._batch(items)
+        return batch | {"labels": torch.full_like(batch["labels"], data.IGNORED)}
+
+    def probe(self) -> Batch:
+        return self._batch(pieces(self.sampler.plan.steps[0][0], self.parts)[0])
+
+    def state(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+        self._epoch = iter(())
+
+
+def pieces(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """`items` in at most `parts` runs of nearly equal length, none empty."""
+    parts = min(len(items), parts)
+    bounds = [len(items) * place // parts for place in range(parts + 1)]
+    return [items[start:stop] for start, stop in pairwise(bounds)]
