@@ -1,7 +1,8 @@
 """Collates examples into one batch of tensors: padded on the right to a planned width, or several packed in a row.
 
     input_ids       [rows, width] int64, padded with `pad_id`
-    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq
+    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq; for regression
+                    [rows, columns] float32
     attention_mask  [rows, width] int64, 1 on the example, from its length (not its ids: pad may equal end of text)
     position_ids    [rows, width] int64, continued through the padding
     token_type_ids  as in the examples
@@ -90,6 +91,8 @@ class Collator:
         labels = [example["labels"] for example in examples]
         if np.ndim(labels[0]) == 0:
             return torch.tensor([int(label) for label in labels])
+        if np.asarray(labels[0]).dtype.kind == "f":
+            return torch.from_numpy(np.stack(labels).astype(np.float32))
         lengths = [len(label) for label in labels]
         if lengths != sizes:  # the decoder's side
             width = self._width(max(lengths), len(examples))

@@ -19,7 +19,7 @@ from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 
-Kind = Literal["causal-lm", "classification", "seq2seq"]
+Kind = Literal["causal-lm", "classification", "seq2seq", "regression"]
 Encoded = dict[str, Values]
 Item = dict[str, Any]
 Notes = Counter[str]  # sentence with {count} -> number of examples

@@ -22,7 +22,7 @@ import numpy as np
 from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
-from narrowgauge.data.encoder import Encoder, Text
+from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
@@ -172,15 +172,8 @@ class Classification(Task):
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
         labels = [self.class_of(row) for row in rows]
-        texts: list[Text] = [row.text(self.text) for row in rows]
-        if self.pair is not None:
-            texts = [(str(text), row.text(self.pair)) for text, row in zip(texts, rows, strict=True)]
-        encoded = encoder.ids(texts, max_length=max_length)
-        for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
-            encoder.check_start(example["input_ids"], row.origin)
-            if not "".join(text).strip():  # an example without ids has no target
-                example["input_ids"] = example["input_ids"][:0]
-            yield {**example, "labels": np.array([label])}
+        examples = encoder.rows(rows, self.text, self.pair, max_length)
+        return ({**example, "labels": np.array([label])} for example, label in zip(examples, labels, strict=True))
 
     def class_of(self, row: Record) -> int:
         """The id of the row's class. Raises DataError for an unknown label."""

@@ -11,13 +11,20 @@ from narrowgauge.diagnose.compare import Comparison
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.report.run_data import Recorded
 
-SCORES = ("accuracy", "mcc", "f1", "f1_binary")  # between -1 and 1, more is better
+SCORES = ("accuracy", "mcc", "f1", "f1_binary", "pearson", "spearman")  # between -1 and 1, more is better
 WAYS = {
     "planned": "planned by length, first epoch",
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-NAMES = {"mcc": "MCC", "f1": "F1, mean over classes", "f1_binary": "F1 of the second class"}
+UNITS = {"classification": "nats/example", "regression": "squared error"}  # of the loss, by task
+NAMES = {
+    "mcc": "MCC",
+    "f1": "F1, mean over classes",
+    "f1_binary": "F1 of the second class",
+    "pearson": "Pearson’s correlation",
+    "spearman": "Spearman’s correlation",
+}
 
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
@@ -89,7 +96,7 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 def unit(recorded: Recorded) -> str:
     """The unit of the loss."""
-    return "nats/example" if recorded.run.get("task") == "classification" else "nats/token"
+    return UNITS.get(recorded.run.get("task") or "", "nats/token")
 
 
 def points(recorded: Recorded, metric: str) -> list[tuple[int, float]]:

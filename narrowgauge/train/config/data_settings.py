@@ -14,6 +14,7 @@ MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "tas
 TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
     partial(TASK, tasks=tasks) for tasks in (TASKS[1:], ("causal-lm",), ("classification",), ("seq2seq",))
 )
+LABELLED = partial(TASK, tasks=("classification", "regression"))  # texts with classes or numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,10 @@ class DataSettings:
     completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
     messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
     train_on: str = CHATS("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
-    text_column: str = CLASSES("text", "classification: column with the text.", NOT_EMPTY)
-    pair_column: str = CLASSES("", "classification: column with a second text; empty: none.")
-    label_column: str = CLASSES("label", "classification: column with the class.", NOT_EMPTY)
+    text_column: str = LABELLED("text", "classification, regression: column with the text.", NOT_EMPTY)
+    pair_column: str = LABELLED("", "classification, regression: column with a second text; empty: none.")
+    label_column: str = LABELLED("label", "classification: column with the class; regression: with the number, or more with commas.",
+        NOT_EMPTY)
     classes: str = CLASSES("", "Names of the classes with commas, or their number; empty: those of the data.")
     source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
     target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
@@ -60,6 +62,7 @@ class DataSettings:
     pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
     epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
     best: str = TASK("",
-        "Metric whose best checkpoint is kept and exported; empty: loss, mcc of classes, none of text; none: the last is exported.",
+        "Metric whose best checkpoint is kept and exported; empty: loss, mcc of classes, pearson of numbers, none of text; none: the last "
+        "is exported.",
         OneOf(BEST))
     # fmt: on

@@ -6,6 +6,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "causal-lm": (),
     "classification": ("accuracy", "mcc", "f1", "f1_binary"),  # f1 is the mean over classes
     "seq2seq": (),
+    "regression": ("pearson", "spearman"),
 }
 TASKS = tuple(METRICS)
 WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples

@@ -39,16 +39,10 @@ class ClassificationTask(TableTask):
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
-        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        if pad_id is None:
-            raise DataError(
-                f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
-                "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
-            )
         classes = chosen_classes(config)
         names = list(map(str, classes if isinstance(classes, tuple) else range(classes)))
         options = {
-            "num_labels": len(names), "id2label": dict(enumerate(names)), "pad_token_id": pad_id,
+            "num_labels": len(names), "id2label": dict(enumerate(names)), "pad_token_id": padding_id(config, tokenizer),
             "label2id": {name: place for place, name in enumerate(names)}, "problem_type": "single_label_classification",
         }  # fmt: skip
         columns = data.Classification(
@@ -115,6 +109,17 @@ def _class_notes(train: data.Examples, validation: data.Examples, names: list[st
             "model says. Pass validation_data, or a larger validation_fraction."
         )
     return notes
+
+
+def padding_id(config: TrainConfig, tokenizer: Any) -> int:
+    """The token by which a decoder finds the end of a text. Raises DataError if there is none."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if found is None:
+        raise DataError(
+            f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
+            "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
+        )
+    return int(found)
 
 
 # Classes

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from narrowgauge import data
 from narrowgauge.errors import DataError
 from narrowgauge.train.loss import Batch
@@ -56,8 +54,7 @@ class TableFeed(Feed):
 
     def _spare(self, items: Sequence[Any]) -> Batch:
         """For a rank without examples in its turn: those of another, and nothing to learn. It changes no sum and no largest amax."""
-        batch = self._batch(items)
-        return batch | {"labels": torch.full_like(batch["labels"], data.IGNORED)}
+        return data.without_targets(self._batch(items))
 
     def probe(self) -> Batch:
         return self._batch(pieces(self.sampler.plan.steps[0][0], self.parts)[0])

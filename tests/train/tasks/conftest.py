@@ -26,6 +26,7 @@ def place(tmp_path_factory):
     folders.prompts(folder / "prompts.jsonl")
     folders.chats(folder / "chats.jsonl")
     folders.pairs(folder / "pairs.jsonl")
+    folders.scores(folder / "scores.jsonl")
     folders.two_texts(folder / "two-texts.jsonl")
     return folder
 
@@ -45,6 +46,9 @@ def jobs(place):
         "chat": {
             "task": "causal-lm", "model": place / "llama", "data": place / "chats.jsonl", "messages_column": "messages",
             "token_budget": 256,
+        },
+        "regression": {
+            "task": "regression", "model": place / "bert", "data": place / "scores.jsonl", "label_column": "score,green",
         },
         "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},

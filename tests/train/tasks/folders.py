@@ -162,11 +162,20 @@ def two_texts(path: Path, count: int = 60) -> Path:
     return jsonl(path, [{"text": text, "other": found[0], "label": row % 3} for row, text in enumerate(found)])
 
 
+def scores(path: Path, count: int = 60) -> Path:
+    """Two numbers: whether 'red' stands in a text, in halves and with what 'green' adds; and 'green' alone."""
+    rows = [
+        {"text": text, "score": 1.5 * ("red" in text) + 0.5 * ("green" in text), "green": str(int("green" in text))}
+        for text in texts(count)
+    ]
+    return jsonl(path, rows)
+
+
 def settings(output: Path, **changes: Any) -> TrainConfig:
     values = {**SMALL, "cache": str(output.parent / "cache"), "output": str(output), **changes}
     for key in ("token_budget", "epochs", "validation_data"):
         if changes.get(key):
             values.pop({"token_budget": "batch_size", "epochs": "steps"}.get(key, "validation_fraction"), None)
-    if values["task"] == "classification":
+    if values["task"] in ("classification", "regression"):
         values.pop("sample_tokens")
     return TrainConfig(**{key: str(value) if isinstance(value, Path) else value for key, value in values.items()})

@@ -25,10 +25,11 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
 
-JOBS = ["classification", "pairs of a decoder", "completion", "packed", "chat", "t5", "marian"]
+JOBS = ["classification", "pairs of a decoder", "completion", "packed", "chat", "t5", "marian", "regression"]
 AUTO = {
     "classification": transformers.AutoModelForSequenceClassification,
     "causal-lm": transformers.AutoModelForCausalLM,
+    "regression": transformers.AutoModelForSequenceClassification,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
 }
 SAME = 2e-6  # relative, float32: the same sums of a few hundred terms in another order
@@ -53,7 +54,7 @@ def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
     assert len(tokenizer) == len(transformers.AutoTokenizer.from_pretrained(config.model))
     evaluations = tiny.events(folder, "eval")
     assert [event["step"] for event in evaluations] == [2, 4] and all(event["tokens"] > 0 for event in evaluations)
-    metric = {"classification": "accuracy"}.get(config.task, "perplexity")
+    metric = {"classification": "accuracy", "regression": "spearman"}.get(config.task, "perplexity")
     assert all(math.isfinite(event[metric]) for event in evaluations)
     facts = run_json(config)
     padding = facts["data"]["padding"]
@@ -97,7 +98,7 @@ def min_step(evaluations, metric):
     return max(evaluations, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))["step"]
 
 
-@pytest.mark.parametrize("job", quick(["packed"], ["classification", "chat", "packed", "marian"]))
+@pytest.mark.parametrize("job", quick(["packed"], ["classification", "chat", "packed", "marian", "regression"]))
 def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     """Six or so steps are an epoch here, so that step 7 is of the second."""
     common = {"steps": 8, "eval_every": 2, "recipe": "fp8-delayed", "micro_batches": 2}
@@ -118,7 +119,7 @@ def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("job", quick(["packed"], ["classification", "completion", "packed", "t5"]))
+@pytest.mark.parametrize("job", quick(["packed"], ["classification", "completion", "packed", "t5", "regression"]))
 def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
     """(8 x 1), (4 x 2), (1 x 8): loss and gradient norm of masked, padded and packed steps in float32, without dropout."""
     folder, readings = copy_of(jobs[job]["model"].name), []
