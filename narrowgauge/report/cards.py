@@ -17,7 +17,11 @@ WAYS = {
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-UNITS = {"classification": "nats/example", "regression": "squared error"}  # of the loss, by task
+UNITS = {
+    "classification": "nats/example",
+    "image-classification": "nats/example",
+    "regression": "squared error",
+}  # of the loss, by task
 NAMES = {
     "mcc": "MCC",
     "f1": "F1, mean over classes",

@@ -7,6 +7,9 @@ METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "mcc", "f1", "f1_binary"),  # f1 is the mean over classes
     "seq2seq": (),
     "regression": ("pearson", "spearman"),
+    "image-classification": ("accuracy", "mcc", "f1", "f1_binary"),
 }
 TASKS = tuple(METRICS)
+PICTURES = ("image-classification",)
+READING = tuple(task for task in TASKS if task not in PICTURES)  # tasks on texts, which a tokenizer cuts
 WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples

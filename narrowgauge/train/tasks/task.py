@@ -112,6 +112,10 @@ class TrainTask(ABC):
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
         return Objective.of(model, computes_in, self.config)
 
+    def align(self, batch: Batch, model: Any) -> Batch:
+        """The collator's batch with labels where the logits are that they are compared with, as the model takes it."""
+        return batch
+
     @abstractmethod
     def feed(self, model: Any) -> Feed:
         """The batches from the first on. Raises if this model cannot be trained on them."""

@@ -20,12 +20,13 @@ def offline(monkeypatch):
 def place(tmp_path_factory):
     """A folder with models and tables."""
     folder = tmp_path_factory.mktemp("tasks")
-    for build in (folders.bert, folders.llama, folders.t5, folders.marian):
+    for build in (folders.bert, folders.llama, folders.t5, folders.marian, folders.vit):
         build(folder / build.__name__)
     folders.classes_csv(folder / "classes.csv")
     folders.prompts(folder / "prompts.jsonl")
     folders.chats(folder / "chats.jsonl")
     folders.pairs(folder / "pairs.jsonl")
+    folders.pictures(folder / "pictures")
     folders.scores(folder / "scores.jsonl")
     folders.two_texts(folder / "two-texts.jsonl")
     return folder
@@ -50,6 +51,7 @@ def jobs(place):
         "regression": {
             "task": "regression", "model": place / "bert", "data": place / "scores.jsonl", "label_column": "score,green",
         },
+        "pictures": {"task": "image-classification", "model": place / "vit", "data": place / "pictures"},
         "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
     }  # fmt: skip

@@ -13,7 +13,17 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.test_torchrun import trained
 
-JOBS = ["classification", "chat", "t5", "pairs of a decoder", "completion", "packed", "marian", "regression"]
+JOBS = [
+    "classification",
+    "chat",
+    "t5",
+    "pairs of a decoder",
+    "completion",
+    "packed",
+    "marian",
+    "regression",
+    "pictures",
+]
 
 
 LAYOUTS = [
