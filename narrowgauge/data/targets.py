@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.data.batches import IGNORED, Batch, valid_targets
+from narrowgauge.data.heads import choice_scores, span_scores
 from narrowgauge.data.task import Kind
 from narrowgauge.errors import DataError
 
@@ -87,9 +88,18 @@ def step_loss(model: Any, batch: Batch, kind: Kind, total: int) -> Tensor:
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if kind == "seq2seq":
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-    if kind not in ("classification", "regression"):
+    if kind in ("causal-lm", "seq2seq"):
         inputs["use_cache"] = False  # type: ignore[assignment]
-    return summed_loss(model(**inputs).logits, batch["labels"], kind) / total
+    scores = scores_of(model(**inputs), batch["labels"], kind, batch.get("attention_mask"))
+    return summed_loss(scores, batch["labels"], kind) / total
+
+
+def scores_of(output: Any, labels: Tensor, kind: Kind, mask: Tensor | None = None) -> Tensor:
+    """What of a model's output the labels are compared with. mask: 0 on padding, where there are answers to questions (`heads`)."""
+    if kind == "question-answering":
+        return span_scores(output, mask)
+    logits: Tensor = output["logits"]
+    return choice_scores(logits, labels) if kind == "multiple-choice" else logits
 
 
 def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
@@ -97,7 +107,7 @@ def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         total = count_targets([{"labels": labels}], kind) if num_items_in_batch is None else num_items_in_batch
-        return summed_loss(outputs["logits"], labels, kind) / total
+        return summed_loss(scores_of(outputs, labels, kind), labels, kind) / total
 
     return loss
 

@@ -155,7 +155,7 @@ def metric_figure(recorded: Recorded) -> str:
     if not shown:
         return ""
     curves, others = (
-        {cards.NAMES.get(metric, metric): cards.points(each, metric) for metric in shown} if each else {}
+        {cards.title(each, metric): cards.points(each, metric) for metric in shown} if each else {}
         for each in (recorded, recorded.reference)
     )
     return figures.metric_curves(curves, others)

@@ -27,9 +27,31 @@ def task_checks(c: DataSettings) -> list[Check]:
         (is_table and c.max_length == 1, "max_length", "max_length = 1: leaves no token to predict. Set at least 2, or 0."),
         (is_table and not c.messages_column and is_set(c, "train_on"), "train_on",
          f"train_on = {c.train_on!r}: needs messages_column, the column with chats."),
+        *_own_checks(c),
         (is_table and c.packing % 16, "packing", f"packing = {c.packing}: must be a multiple of 16, as 8-bit products want."),
         (is_table and c.packing and 0 < c.token_budget < c.packing, "token_budget packing",
          f"token_budget = {c.token_budget}: holds no row of packing = {c.packing}. Raise it, or shorten rows."),
+    ]  # fmt: skip
+
+
+def _own_checks(c: DataSettings) -> list[Check]:
+    """Of answers, tags and choices."""
+    answers, tags, choices = (c.task == name for name in ("question-answering", "tagging", "multiple-choice"))
+    return [
+        *((answers and not getattr(c, key), key, f"{key} = '': question-answering needs the column of both, question and context.")
+          for key in ("question_column", "context_column")),
+        (answers and c.too_long == "truncate", "too_long task",
+         "too_long = 'truncate': question-answering reads long contexts in windows and cuts none; what is too long is a question that "
+         "leaves no room for its context. Take 'error' or 'skip'."),
+        (choices and not c.question_column and not c.context_column, "question_column context_column",
+         "question_column = '': context_column is empty too, so nothing is asked. Name one of them."),
+        (tags and c.classes.strip().isdecimal(), "classes",
+         f"classes = {c.classes!r}: tags have names, as 'O,B-PER,I-PER'. List them, or leave classes out."),
+        (tags and not c.spans_column and is_set(c, "text_column"), "text_column",
+         f"text_column = {c.text_column!r}: needs spans_column, the column with what is marked in the text."),
+        *((tags and c.spans_column and is_set(c, key), f"{key} spans_column",
+           f"{key} = {getattr(c, key)!r}: has no effect with spans_column = {c.spans_column!r}. Remove one of them.")
+          for key in ("tokens_column", "tags_column")),
     ]  # fmt: skip
 
 

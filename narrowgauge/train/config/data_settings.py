@@ -6,15 +6,15 @@ A task is one entry in `task_names`, and settings of its own with `tasks=`. The 
 from dataclasses import dataclass
 from functools import partial
 
-from narrowgauge.train.config.rules import COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
+from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
 from narrowgauge.train.config.task_names import METRICS, PICTURES, READING, TASKS
 
 BEST = ("", "none", "loss", *dict.fromkeys(name for names in METRICS.values() for name in names))
 MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
 TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
-    partial(TASK, tasks=tasks) for tasks in (READING[1:], ("causal-lm",), ("classification", *PICTURES), ("seq2seq",))
+    partial(TASK, tasks=tasks) for tasks in (READING[1:], ("causal-lm",), ("classification",), ("seq2seq",))
 )
-LABELLED = partial(TASK, tasks=("classification", "regression"))  # texts with classes or numbers
+ANSWERS, TAGS, CHOICES = ("question-answering",), ("tagging",), ("multiple-choice",)
 IMAGES = partial(TASK, tasks=PICTURES)
 
 
@@ -48,29 +48,46 @@ class DataSettings:
     completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
     messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
     train_on: str = CHATS("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
-    text_column: str = LABELLED("text", "classification, regression: column with the text.", NOT_EMPTY)
-    pair_column: str = LABELLED("", "classification, regression: column with a second text; empty: none.")
-    label_column: str = TASK("label", "Classification: column with the class; regression: with the number, or more with commas.",
-        NOT_EMPTY, tasks=(*LABELLED.keywords["tasks"], *PICTURES))
+    text_column: str = TASK("text", "classification, regression: column with the text; tagging: that of spans_column.", NOT_EMPTY,
+        tasks=("classification", "regression", *TAGS))
+    pair_column: str = TASK("", "classification, regression: column with a second text; empty: none.",
+        tasks=("classification", "regression"))
+    label_column: str = TASK("label", "Column with the class or the right choice; regression: with the number, or more with commas.",
+        NOT_EMPTY, tasks=("classification", "regression", *CHOICES, *PICTURES))
     image_column: str = IMAGES("image", "image-classification: column of a table with paths from its folder, or with bytes.", NOT_EMPTY)
     image_size: int = IMAGES(0, "Height and width that pictures are resized to; 0: the model's, or 224.", Range(0, 2**14))
     patch_size: int = IMAGES(16, "Without model: height and width of a patch.", Range(1, 2**14))
     crop_padding: int = IMAGES(0, "Pixels of black around a picture, of which its size is cut out at random; 0: none.", Range(0, 2**14))
     flip: bool = IMAGES(False, "Pictures are turned left to right at random.")
-    classes: str = CLASSES("", "Names of the classes with commas, or their number; empty: those of the data.")
+    classes: str = TASK("", "Names of the classes or tags with commas, or the number of classes; empty: those of the data.",
+        tasks=("classification", *TAGS, *PICTURES))
     source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
     target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
+    question_column: str = TASK("question", "question-answering, multiple-choice: column with the question; empty: no question.",
+        tasks=(*ANSWERS, *CHOICES))
+    context_column: str = TASK("context", "question-answering, multiple-choice: column with what it is about; empty: no context.",
+        tasks=(*ANSWERS, *CHOICES))
+    answers_column: str = TASK("answers", "question-answering: column with the answers, texts and where they begin.", NOT_EMPTY,
+        tasks=ANSWERS)
+    stride: int = TASK(128, "question-answering: tokens of a long context that neighbouring windows share.", COUNT_OR_ZERO, tasks=ANSWERS)
+    answer_tokens: int = TASK(30, "question-answering: tokens of an answer that is given, at most.", COUNT, tasks=ANSWERS)
+    tokens_column: str = TASK("tokens", "tagging: column with a list of words.", NOT_EMPTY, tasks=TAGS)
+    tags_column: str = TASK("tags", "tagging: column with a list of their tags.", NOT_EMPTY, tasks=TAGS)
+    spans_column: str = TASK("", "tagging: column with spans (start, end, label) in text_column, instead of words and tags; empty: none.",
+        tasks=TAGS)
+    choices_column: str = TASK("choices", "multiple-choice: column with a list of choices, or columns of one each, with commas.", NOT_EMPTY,
+        tasks=CHOICES)
     columns: str = TASK("", "Names, with commas, of the columns of CSV and TSV without a header row.", tasks=TASKS[1:])
     max_length: int = TABLES(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
     too_long: str = TABLES("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
     no_target: str = TABLES("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
     token_budget: int = TABLES(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
-    packing: int = CHATS(0, "causal-lm: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO)
+    packing: int = TASK(0, "causal-lm, tagging: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO,
+        tasks=("causal-lm", *TAGS))
     length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
     pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
     epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
     best: str = TASK("",
-        "Metric whose best checkpoint is kept and exported; empty: mcc of classes, accuracy of images, pearson of numbers, none of running "
-        "text, else loss; none: the last is exported.",
+        "Metric whose best checkpoint is kept and exported; empty: the task's own, none of text; none: the last is exported.",
         OneOf(BEST))
     # fmt: on

@@ -8,6 +8,9 @@ METRICS: dict[str, tuple[str, ...]] = {
     "seq2seq": (),
     "regression": ("pearson", "spearman"),
     "image-classification": ("accuracy", "mcc", "f1", "f1_binary"),
+    "question-answering": ("exact_match", "f1"),  # f1 over words of answers
+    "tagging": ("f1", "precision", "recall", "accuracy"),  # of spans; accuracy of words
+    "multiple-choice": ("accuracy",),
 }
 TASKS = tuple(METRICS)
 PICTURES = ("image-classification",)

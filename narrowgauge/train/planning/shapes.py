@@ -90,11 +90,11 @@ def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
     if config.packing:
         rows = config.token_budget // config.packing if config.token_budget else config.batch_size
         return Shape(max(1, -(-rows // parts)), config.packing)
-    width = round_up(longest or SOMEWHERE, config.pad_multiple)
+    width, several = round_up(longest or SOMEWHERE, config.pad_multiple), task.rows_per_example
     if not config.token_budget:
-        return Shape(-(-config.batch_size // parts), width, note)
+        return Shape(-(-config.batch_size // parts) * several, width, note)
     width = min(width, config.token_budget)
-    return Shape(max(1, config.token_budget // width // parts), width, note)
+    return Shape(max(1, config.token_budget // width // parts // several) * several, width, note)
 
 
 def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
@@ -109,4 +109,4 @@ def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
     if config.packing:
         halves = [{name: part[:size] for name, part in example.items()} for size in (width // 2, width - width // 2)]
         return collate([halves] * rows)
-    return collate([example] * rows)
+    return collate([example] * max(1, rows // task.rows_per_example))

@@ -1,7 +1,8 @@
 """Which classes there are, in what order, and what a run says of them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from narrowgauge import data
@@ -11,6 +12,7 @@ from narrowgauge.train.model import ModelClass, own_configuration
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
+PROBLEM = "single_label_classification"  # as configurations of transformers call it
 Classes = tuple[str, ...] | int  # names in the order of their ids, or how many where the data holds ids
 
 
@@ -68,13 +70,14 @@ def classes_of(rows: Iterable[data.Record], source: str, column: str) -> Classes
     return tuple(sorted(labels, key=lambda label: (not isinstance(label, int), label)))
 
 
-def options_of(classes: Classes) -> dict[str, Any]:
-    """What the configuration of a model says of them."""
-    names = list(map(str, classes if isinstance(classes, tuple) else range(classes)))
-    return {
-        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)},
-        "problem_type": "single_label_classification",
-    }  # fmt: skip
+def names_of(classes: Classes) -> list[str]:
+    return list(map(str, classes if isinstance(classes, tuple) else range(classes)))
+
+
+def labelled(kind: ModelClass, names: Sequence[str], **options: Any) -> ModelClass:
+    """Models of a kind that know the names of their classes."""
+    own = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
+    return replace(kind, options={"num_labels": len(names), **own, **options})
 
 
 def class_notes(train: Iterable[int], validation: Iterable[int], names: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks.classes import chosen_classes, class_notes, options_of
+from narrowgauge.train.tasks.classes import PROBLEM, chosen_classes, class_notes, labelled, names_of
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.tables import TableTask
@@ -33,11 +33,11 @@ class ClassificationTask(TableTask):
             return data.records(config.data, [config.label_column], header=header(config))
 
         classes = chosen_classes(config, CLASSIFIER, rows)
-        options = options_of(classes) | {"pad_token_id": padding_id(config, tokenizer)}
+        pad_id = padding_id(config, tokenizer)
         columns = data.Classification(
             classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
         )
-        return columns, replace(CLASSIFIER, options=options)
+        return columns, labelled(CLASSIFIER, names_of(classes), pad_token_id=pad_id, problem_type=PROBLEM)
 
     @classmethod
     def planned(cls, config: TrainConfig) -> TrainConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -23,7 +23,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
-from narrowgauge.train.tasks.classes import chosen_classes, class_notes, options_of
+from narrowgauge.train.tasks.classes import PROBLEM, chosen_classes, class_notes, labelled, names_of
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.feed import SampledFeed
 from narrowgauge.train.tasks.image_model import (
@@ -90,7 +90,7 @@ class ImageTask(TrainTask):
             repr(columns),
             preprocessing.facts(),
         ]
-        options = options_of(classes)
+        names = names_of(classes)
         known = {
             "source": images.summary["source"],
             "content_hash": hashlib.sha256(repr(content).encode()).hexdigest(),
@@ -98,11 +98,11 @@ class ImageTask(TrainTask):
             "train_examples": len(train),
             "validation_examples": len(validation),
             "split": words,
-            "classes": list(options["id2label"].values()),
+            "classes": names,
             "notes": notes,
         }
         notes = [*notes, *class_notes(train.labels.tolist(), validation.labels.tolist(), known["classes"])]
-        model_class = replace(IMAGE_CLASSIFIER, options=options | sizes_from(config, preprocessing))
+        model_class = labelled(IMAGE_CLASSIFIER, names, problem_type=PROBLEM, **sizes_from(config, preprocessing))
         return cls(config, preprocessing, notes, model_class, train, validation, known)
 
     @classmethod
@@ -112,7 +112,9 @@ class ImageTask(TrainTask):
         given = config.classes.split(",")
         known = int(given[0]) if given[0].strip().isdecimal() else len(given) if config.classes else 0
         classes = known or max(2, getattr(own_sizes(config), "num_labels", None) or 2)
-        model_class = replace(IMAGE_CLASSIFIER, options=options_of(classes) | sizes_from(config, preprocessing))
+        model_class = labelled(
+            IMAGE_CLASSIFIER, names_of(classes), problem_type=PROBLEM, **sizes_from(config, preprocessing)
+        )
         nothing: Any = None
         return cls(config, preprocessing, [], model_class, nothing, nothing, {})
 

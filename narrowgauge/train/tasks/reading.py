@@ -82,7 +82,7 @@ def read(
 def keys(examples: data.Examples) -> Iterator[bytes]:
     """What decides the side of each example: what hangs together has one."""
     if examples.group is None:
-        return (example["input_ids"].astype("<i8").tobytes() for example in examples)
+        return (examples.array("input_ids", place).astype("<i8").tobytes() for place in range(len(examples)))
     return (int(group).to_bytes(8, "little") for group in examples.group)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -24,6 +24,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks.classes import labelled
 from narrowgauge.train.tasks.classification import padding_id
 from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
@@ -42,12 +43,9 @@ class RegressionTask(TableTask):
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         names = tuple(name.strip() for name in config.label_column.split(","))
-        options = {
-            "num_labels": len(names), "id2label": dict(enumerate(names)), "problem_type": "regression",
-            "label2id": {name: place for place, name in enumerate(names)}, "pad_token_id": padding_id(config, tokenizer),
-        }  # fmt: skip
         columns = data.Regression(text=config.text_column, pair=config.pair_column or None, labels=names)
-        return columns, replace(REGRESSOR, options=options)
+        pad_id = padding_id(config, tokenizer)
+        return columns, labelled(REGRESSOR, names, pad_token_id=pad_id, problem_type="regression")
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:

@@ -60,6 +60,11 @@ class TableTask(TrainTask):
             )
         return cls(config, tokenizer, notes, model_class, train, validation, longest, known)
 
+    @property
+    def rows_per_example(self) -> int:
+        """Rows that an example has in a batch, at most."""
+        return 1
+
     @classmethod
     def planned(cls, config: TrainConfig) -> TrainConfig:
         """The configuration with what `roles` would look up in the data, for a plan without any."""
@@ -75,7 +80,7 @@ class TableTask(TrainTask):
         config = self.config
         return data.Batching(
             batch_size=None if config.token_budget else config.batch_size,
-            token_budget=config.token_budget or None,
+            token_budget=max(1, config.token_budget // self.rows_per_example) if config.token_budget else None,
             row_length=config.packing or None,
             seed=config.seed,
             multiple=config.pad_multiple,

@@ -29,6 +29,9 @@ def place(tmp_path_factory):
     folders.pictures(folder / "pictures")
     folders.scores(folder / "scores.jsonl")
     folders.two_texts(folder / "two-texts.jsonl")
+    folders.questions(folder / "questions.jsonl", unanswerable=5)
+    folders.tagged(folder / "tagged.jsonl")
+    folders.choices(folder / "choices.jsonl")
     return folder
 
 
@@ -53,6 +56,12 @@ def jobs(place):
         },
         "pictures": {"task": "image-classification", "model": place / "vit", "data": place / "pictures"},
         "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
+        "questions": {
+            "task": "question-answering", "model": place / "bert", "data": place / "questions.jsonl", "max_length": 24, "stride": 6,
+        },
+        "tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl"},
+        "packed tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl", "packing": 64, "batch_size": 2},
+        "choices": {"task": "multiple-choice", "model": place / "bert", "data": place / "choices.jsonl"},
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
     }  # fmt: skip
 

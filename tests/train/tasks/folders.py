@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.task_names import WRITING
 
 COLOURS = ["red", "green", "blue", "grey"]
 THINGS = ["tile", "scale", "code", "amax", "row"]
@@ -200,11 +201,56 @@ def pictures(folder: Path, count: int = 60) -> Path:
     return folder
 
 
+def asked(text: str, draw: random.Random) -> dict[str, Any]:
+    """A question on a sentence, whose answer is the colour of the one thing that it names."""
+    pairs = text[4:].split(" and the ")
+    one = draw.choice(pairs)
+    thing = one.split()[1]
+    known = [pair for pair in pairs if pair.endswith(thing)]
+    start = text.index(known[0])
+    return {
+        "question": f"which {thing} ?", "context": text,
+        "answers": {"text": [known[0].split()[0]], "answer_start": [start]},
+    }  # fmt: skip
+
+
+def questions(path: Path, count: int = 60, unanswerable: int = 0) -> Path:
+    """Colours of things; every so many-th question is on a thing that the text does not name."""
+    draw = random.Random(1)
+    rows = [asked(text, draw) for text in texts(count)]
+    for row in rows[:: unanswerable or count + 1]:
+        row["question"], row["answers"] = "which stone ?", {"text": [], "answer_start": []}
+    return jsonl(path, rows)
+
+
+def tagged(path: Path, count: int = 60) -> Path:
+    """Colours begin a span whose type is that of the colour, and things go on with it."""
+    rows = []
+    for text in texts(count):
+        words = text.split()
+        kinds = ["warm" if "red" in words[max(0, place - 1) : place + 1] else "cold" for place in range(len(words))]
+        marks = {**dict.fromkeys(COLOURS, "B-"), **dict.fromkeys(THINGS, "I-")}
+        tags = [marks[word] + kind if word in marks else "O" for word, kind in zip(words, kinds, strict=True)]
+        rows.append({"tokens": words, "tags": tags})
+    return jsonl(path, rows)
+
+
+def choices(path: Path, count: int = 60) -> Path:
+    """Which of two to four colours the text begins with."""
+    draw, rows = random.Random(2), []
+    for text in texts(count):
+        right = text.split()[1]
+        others = draw.sample([colour for colour in COLOURS if colour != right], draw.randint(1, 3))
+        shown = draw.sample([right, *others], len(others) + 1)
+        rows.append({"context": text, "question": "the first is", "choices": shown, "label": shown.index(right)})
+    return jsonl(path, rows)
+
+
 def settings(output: Path, **changes: Any) -> TrainConfig:
     values = {**SMALL, "cache": str(output.parent / "cache"), "output": str(output), **changes}
     for key in ("token_budget", "epochs", "validation_data"):
         if changes.get(key):
             values.pop({"token_budget": "batch_size", "epochs": "steps"}.get(key, "validation_fraction"), None)
-    if values["task"] in ("classification", "regression", "image-classification"):
+    if values["task"] not in WRITING:
         values.pop("sample_tokens")
     return TrainConfig(**{key: str(value) if isinstance(value, Path) else value for key, value in values.items()})

@@ -20,17 +20,34 @@ from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
+from narrowgauge.train.config.task_names import METRICS
 from tests.compare import assert_same
 from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
 
-JOBS = ["classification", "pairs of a decoder", "completion", "packed", "chat", "t5", "marian", "regression"]
+JOBS = [
+    "classification",
+    "pairs of a decoder",
+    "completion",
+    "packed",
+    "chat",
+    "t5",
+    "marian",
+    "questions",
+    "tags",
+    "packed tags",
+    "choices",
+    "regression",
+]
 AUTO = {
     "classification": transformers.AutoModelForSequenceClassification,
     "causal-lm": transformers.AutoModelForCausalLM,
     "regression": transformers.AutoModelForSequenceClassification,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
+    "tagging": transformers.AutoModelForTokenClassification,
+    "multiple-choice": transformers.AutoModelForMultipleChoice,
 }
 SAME = 2e-6  # relative, float32: the same sums of a few hundred terms in another order
 
@@ -54,7 +71,7 @@ def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
     assert len(tokenizer) == len(transformers.AutoTokenizer.from_pretrained(config.model))
     evaluations = tiny.events(folder, "eval")
     assert [event["step"] for event in evaluations] == [2, 4] and all(event["tokens"] > 0 for event in evaluations)
-    metric = {"classification": "accuracy", "regression": "spearman"}.get(config.task, "perplexity")
+    metric = (*METRICS[config.task], "perplexity")[0]
     assert all(math.isfinite(event[metric]) for event in evaluations)
     facts = run_json(config)
     padding = facts["data"]["padding"]
