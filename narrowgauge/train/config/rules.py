@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any
 
 from narrowgauge.errors import closest
+from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.task_names import TASKS
 
 Problem = tuple[tuple[str, ...], str]  # the keys whose values break a rule; the message
@@ -153,7 +154,7 @@ def _refuse_table(value: Any) -> str:
     for pattern, recipe in value.items():
         if isinstance(recipe, Mapping):
             return f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
-        words = _refuse_text(pattern) or _refuse_text(recipe)
+        words = _refuse_text(pattern) or _refuse_text(recipe) or recipe_syntax.refuse(recipe)
         if words or not pattern or not recipe:
             return words or "must have no empty pattern or recipe"
     return ""
