@@ -198,10 +198,15 @@ class Classification(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2Seq(Task):
-    """Columns with the encoder's source and the decoder's target."""
+    """Columns with the encoder's source and the decoder's target.
+
+    keeps_text  the target's text is kept too, as UTF-8 in an array "text" that no batch holds
+    """
 
     source: str = "source"
     target: str = "target"
+    keeps_text: bool = False
+    aside: ClassVar[frozenset[str]] = frozenset({"text"})
     kind: ClassVar[Kind] = "seq2seq"
     refits: ClassVar[bool] = True
 
@@ -211,7 +216,7 @@ class Seq2Seq(Task):
 
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
         ids = token_dtype(encoder.vocabulary - 1)
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids} | ({"text": np.dtype("u1")} if self.keeps_text else {})
 
     def length(self, example: Encoded) -> int:
         return max(len(example["input_ids"]), len(example["labels"]))
@@ -229,4 +234,5 @@ class Seq2Seq(Task):
         targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
         for row, source, target in zip(rows, sources, targets, strict=True):
             encoder.check_start(source["input_ids"], row.origin)
-            yield {"input_ids": source["input_ids"], "labels": target["input_ids"]}
+            text = {"text": np.frombuffer(row.text(self.target).encode(), np.uint8)} if self.keeps_text else {}
+            yield {"input_ids": source["input_ids"], "labels": target["input_ids"], **text}

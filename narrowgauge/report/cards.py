@@ -11,8 +11,8 @@ from narrowgauge.diagnose.compare import Comparison
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.report.run_data import Recorded
 
-SCORES = (  # between -1 and 1, more is better
-    "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman",
+SCORES = (  # more is better; between -1 and 1, BLEU and chrF between 0 and 100
+    "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf",
 )  # fmt: skip
 WAYS = {
     "planned": "planned by length, first epoch",
@@ -22,6 +22,7 @@ WAYS = {
 NAMES = {
     "mcc": "MCC", "f1_binary": "F1 of the second class", "exact_match": "exact match",
     "pearson": "Pearson’s correlation", "spearman": "Spearman’s correlation",
+    "bleu": "BLEU", "chrf": "chrF",
 }  # fmt: skip
 MEANS = {
     "classification": "mean over classes",

@@ -19,6 +19,10 @@ def task_checks(c: DataSettings) -> list[Check]:
         (c.best not in ("", "none", "loss", *METRICS[c.task]), "best",
          f"best = {c.best!r}: is measured by {_who_measures(c.best)} alone. Take best = "
          f"{', '.join(map(repr, ('loss', *METRICS[c.task])))}."),
+        (c.best in METRICS["seq2seq"] and not c.translate, "best translate",
+         f"best = {c.best!r}: needs translations. Set translate, how many rows are translated at each evaluation, as translate = 500."),
+        (not c.translate and (is_set(c, "beams") or is_set(c, "bleu_words")), "beams bleu_words translate",
+         f"beams = {c.beams}, bleu_words = {c.bleu_words!r}: have no effect with translate = 0. Set translate, or remove them."),
         (is_table and not c.model and c.task not in PICTURES, "task",
          f"task = {c.task!r}: needs model, a folder or hub name of the model to train."),
         (is_table and not is_set(c, "data"), "data task",

@@ -63,6 +63,11 @@ class DataSettings:
         tasks=("classification", *TAGS, *PICTURES))
     source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
     target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
+    translate: int = PAIRS(0, "seq2seq: rows of the validation data, the first, that are translated at each evaluation for BLEU and chrF; "
+        "0: none.", COUNT_OR_ZERO)
+    beams: int = PAIRS(1, "Beams of these translations; 1: greedily.", Range(1, 64))
+    bleu_words: str = PAIRS("13a", "How sacrebleu cuts words for BLEU; none: at spaces, of tokenized data.",
+        OneOf(("13a", "none", "intl", "zh", "char")))
     question_column: str = TASK("question", "question-answering, multiple-choice: column with the question; empty: no question.",
         tasks=(*ANSWERS, *CHOICES))
     context_column: str = TASK("context", "question-answering, multiple-choice: column with what it is about; empty: no context.",

@@ -5,7 +5,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "text": (),
     "causal-lm": (),
     "classification": ("accuracy", "mcc", "f1", "f1_binary"),  # f1 is the mean over classes
-    "seq2seq": (),
+    "seq2seq": ("bleu", "chrf"),  # of what is translated, with `translate`
     "regression": ("pearson", "spearman"),
     "image-classification": ("accuracy", "mcc", "f1", "f1_binary"),
     "question-answering": ("exact_match", "f1"),  # f1 over words of answers

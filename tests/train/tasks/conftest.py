@@ -62,6 +62,9 @@ def jobs(place):
         "tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl"},
         "packed tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl", "packing": 64, "batch_size": 2},
         "choices": {"task": "multiple-choice", "model": place / "bert", "data": place / "choices.jsonl"},
+        "translated": {
+            "task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl", "translate": 9, "bleu_words": "none",
+        },
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
     }  # fmt: skip
 
