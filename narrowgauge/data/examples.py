@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the files; part of the key
 LENGTH = np.dtype("<u4")
+NO_CUT = "'skip' (windows cut no context; too long is what leaves no room for it beside `stride`)"
 
 
 class Examples(Stored):
@@ -139,6 +140,8 @@ class _Job:
 
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
+        if task.windows and limits.too_long == "truncate":
+            raise ConfigError("too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.")
         self.fields = task.arrays(encoder)
         self.content = self._content()
         facts = {
@@ -223,9 +226,10 @@ class _Job:
         limits, rows, source, notes = self.limits, self.counts["rows"], shown(self.source), list[str]()
         if count := self.counts["too_long"]:
             if limits.too_long == "error":
+                other = NO_CUT if self.task.windows else "'truncate' or 'skip'"
                 raise DataError(
                     f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
-                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to 'truncate' or 'skip'."
+                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}."
                 )
             done = "cut" if limits.too_long == "truncate" else "left out"
             notes.append(

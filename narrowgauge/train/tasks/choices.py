@@ -7,7 +7,7 @@ as many rows as they have choices; a token budget counts all of them.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers import AutoModelForMultipleChoice
 from narrowgauge import data
 from narrowgauge.data.choices import choices_of, padding_of
 from narrowgauge.data.heads import choice_scores
+from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
@@ -39,6 +40,17 @@ class ChoicesTask(TableTask):
             choices=tuple(_named(config)), label=config.label_column,
         )  # fmt: skip
         return columns, CHOOSER
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        task = super().prepare(config)
+        most, longest = task.rows_per_example, task.known["longest"]
+        if 0 < config.token_budget < most * longest and config.too_long != "skip":
+            raise DataError(
+                f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
+                f"{most * (longest + 15)} or more, or too_long = 'skip'."
+            )
+        return task
 
     @cached_property
     def rows_per_example(self) -> int:

@@ -23,6 +23,7 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
 from narrowgauge.train.tasks.answers import Scores, Span, best_span, exact_match, f1
+from narrowgauge.train.tasks.reading import longest_example
 from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
@@ -37,6 +38,12 @@ class QuestionsTask(TableTask):
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+        longest = longest_example(config, READER, tokenizer)
+        if longest is not None and 2 * config.stride > longest:
+            raise ConfigError(
+                f"stride = {config.stride}: more than half of a window of {longest} tokens (max_length), which holds the question too. "
+                f"Set a smaller stride, as {longest // 4}."
+            )
         columns = data.Questions(
             question=config.question_column, context=config.context_column, answers=config.answers_column, stride=config.stride
         )  # fmt: skip
@@ -45,11 +52,6 @@ class QuestionsTask(TableTask):
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         task = super().prepare(config)
-        if task.longest is not None and config.stride >= task.longest - 3:
-            raise ConfigError(
-                f"stride = {config.stride}: windows of {task.longest} tokens (max_length) would not get on. Set a smaller stride, "
-                f"as {task.longest // 4}."
-            )
         sides = {"train": task.train, "validation": task.validation}
         for name, part in sides.items():
             task.known[f"{name}_questions"] = int((part.sizes(TEXT) > 0).sum())

@@ -250,6 +250,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
         return st.sampled_from(["", "dp", "ddp=2", "dp=2, fsdp=4", "fsdp"])
+    if each.name == "guard":  # excludes others, and wants room in the steps: tests/diagnose/guard
+        return st.just("")
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "keep_float32":

@@ -223,15 +223,22 @@ def questions(path: Path, count: int = 60, unanswerable: int = 0) -> Path:
     return jsonl(path, rows)
 
 
+def first_things(path: Path, count: int) -> Path:
+    """The colour that a sentence begins with; every fourth question is on a stone, which is nowhere."""
+    rows = []
+    for place, text in enumerate(texts(count)):
+        answers = [] if place % 4 == 0 else [{"text": text.split()[1], "answer_start": 4}]
+        rows.append({"question": "row" if answers else "tile", "context": text, "answers": answers})
+    return jsonl(path, rows)
+
+
 def tagged(path: Path, count: int = 60) -> Path:
-    """Colours begin a span whose type is that of the colour, and things go on with it."""
+    """A colour and its thing are a span, and so are "and" and the "the" behind it; the first "the" is outside."""
+    marks = {**dict.fromkeys(COLOURS, "B-hue"), **dict.fromkeys(THINGS, "I-hue"), "and": "B-join", "the": "I-join"}
     rows = []
     for text in texts(count):
-        words = text.split()
-        kinds = ["warm" if "red" in words[max(0, place - 1) : place + 1] else "cold" for place in range(len(words))]
-        marks = {**dict.fromkeys(COLOURS, "B-"), **dict.fromkeys(THINGS, "I-")}
-        tags = [marks[word] + kind if word in marks else "O" for word, kind in zip(words, kinds, strict=True)]
-        rows.append({"tokens": words, "tags": tags})
+        _, *words = text.split()
+        rows.append({"tokens": ["the", *words], "tags": ["O", *(marks[word] for word in words)]})
     return jsonl(path, rows)
 
 
@@ -243,6 +250,18 @@ def choices(path: Path, count: int = 60) -> Path:
         others = draw.sample([colour for colour in COLOURS if colour != right], draw.randint(1, 3))
         shown = draw.sample([right, *others], len(others) + 1)
         rows.append({"context": text, "question": "the first is", "choices": shown, "label": shown.index(right)})
+    return jsonl(path, rows)
+
+
+def red_ones(path: Path, count: int) -> Path:
+    """Which of two to four sentences has "red" in it; the others do not."""
+    draw, rows = random.Random(3), []
+    warm, cold = ([text for text in texts(1000) if ("red" in text) == has] for has in (True, False))
+    for _ in range(count):
+        shown = draw.sample(cold, draw.randint(1, 3))
+        label = draw.randint(0, len(shown))
+        shown.insert(label, draw.choice(warm))
+        rows.append({"context": draw.choice(cold), "question": "", "choices": shown, "label": label})
     return jsonl(path, rows)
 
 

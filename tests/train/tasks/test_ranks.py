@@ -21,8 +21,12 @@ JOBS = [
     "completion",
     "packed",
     "marian",
+    "questions",
+    "tags",
+    "choices",
     "regression",
     "pictures",
+    "translated",
 ]
 
 
@@ -63,8 +67,12 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
             "mcc",
             "accuracy",
             "perplexity",
+            "f1",
+            "exact_match",
             "pearson",
             "spearman",
+            "bleu",
+            "chrf",
         }
         ours, theirs = (
             [{key: event[key] for key in keys & event.keys()} for event in tiny.events(folder, kind)]

@@ -115,7 +115,12 @@ def min_step(evaluations, metric):
     return max(evaluations, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))["step"]
 
 
-@pytest.mark.parametrize("job", quick(["packed"], ["classification", "chat", "packed", "marian", "regression"]))
+@pytest.mark.parametrize(
+    "job",
+    quick(
+        ["packed"], ["classification", "chat", "packed", "marian", "questions", "packed tags", "choices", "regression"]
+    ),
+)
 def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     """Six or so steps are an epoch here, so that step 7 is of the second."""
     common = {"steps": 8, "eval_every": 2, "recipe": "fp8-delayed", "micro_batches": 2}
@@ -136,7 +141,10 @@ def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("job", quick(["packed"], ["classification", "completion", "packed", "t5", "regression"]))
+@pytest.mark.parametrize(
+    "job",
+    quick(["packed"], ["classification", "completion", "packed", "t5", "questions", "tags", "choices", "regression"]),
+)
 def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
     """(8 x 1), (4 x 2), (1 x 8): loss and gradient norm of masked, padded and packed steps in float32, without dropout."""
     folder, readings = copy_of(jobs[job]["model"].name), []
@@ -181,7 +189,7 @@ TECHNIQUES = [
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda each: next(iter(each.values())))
-@pytest.mark.parametrize("job", quick(["classification"], ["classification", "marian"]))
+@pytest.mark.parametrize("job", quick(["classification"], ["classification", "marian", "questions", "tags", "choices"]))
 def test_memory_and_precision_are_options_of_every_task(make, job, technique):
     config = make(job, steps=2, **technique)
     if job == "marian" and "freeze" in technique:
