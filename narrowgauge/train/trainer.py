@@ -53,6 +53,7 @@ from narrowgauge.train.pending import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks.task import Compute
 from narrowgauge.train.tensor_stats import watched
 from narrowgauge.train.watch import Watch
 
@@ -541,11 +542,11 @@ class Trainer:
         self.model.train(mode)
         self.parallel.whole.train(mode)
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _score(self, batch: Batch, compute: Compute | None = None) -> tuple[Tensor, Tensor | None]:
         if self.parallel.pipeline is not None:
             return self.parallel.pipeline.scored(batch)
         with self.precision.context(self.device.type):
-            return self.parallel(self.objective.scored, batch, self.device)
+            return self.parallel(compute or self.objective.scored, batch, self.device)
 
     def collected(self) -> tuple[store.Tensors, dict[str, Any]]:
         """Tensors and facts of a checkpoint."""

@@ -30,8 +30,11 @@ def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str
     if config.plan == "never" or (config.plan == "auto" and device.type != "cuda"):
         return {}
     try:
-        *outer, width = probe["input_ids"].shape
-        rows = math.prod(outer)
+        if "pixel_values" in probe:
+            rows, width = len(probe["labels"]), 1  # whose width the model knows
+        else:
+            *outer, width = probe["input_ids"].shape
+            rows = math.prod(outer)
         found = Counts(device_facts(device.type, device.index)).of(config, Shape(rows, width)).as_dict()
     except NarrowgaugeError as error:
         return {"reason": str(error)}
