@@ -6,8 +6,8 @@
 
 A check: the state is copied apart from the run (`fork`), the run takes `steps` steps as ever, and their batches are kept. Then the copy and
 the state of now change places, and the same batches are taken in BF16. Nothing is looked ahead, so the loop keeps its iterator, workers and
-sampler. What is judged is the difference of the losses (`check`, `evidence`). Every fourth check takes a control too: BF16 once more, the
-rows of each batch in the reverse order.
+sampler. What is judged is the difference of the losses (`check`, `evidence`). Every fourth check takes a control too: BF16
+once more from weights that differ in their last bit, with the same masks of dropout, so that rounding alone tells the two apart (`nudge`).
 
 Afterwards the run goes on from its narrow end: without an alarm it has the bits of the unguarded run. Where it is worse, `then` may have it
 go on from the BF16 end instead; those steps were computed anyway.
@@ -37,7 +37,7 @@ from torch import nn
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switch
 from narrowgauge.diagnose.generators import generators, set_generators
-from narrowgauge.diagnose.guard.batches import Kept, rows_reversed
+from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.evidence import WORSE, Verdict
@@ -45,9 +45,11 @@ from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.diagnose.guard.settings import GuardSettings, parse
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.optim import shards
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
+COPIES = 2  # of the state, at most: that of the begin and that of the end, while a control is taken
 
 
 @dataclass
@@ -65,6 +67,16 @@ class _Check:
     losses: list[Any] = field(default_factory=list)
 
 
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Moves every second float32 weight by one unit in the last place, of 16 bits every 64th; on all ranks that hold it alike."""
+    for parameter in model.parameters():
+        part = shards.local(parameter)
+        if part.is_floating_point() and part.itemsize > 1 and part.untyped_storage().nbytes():
+            some = part[..., :: 2 if part.itemsize > 2 else 64] if part.ndim else part
+            some.copy_(torch.nextafter(some, torch.full_like(some, torch.inf)))
+
+
 class Guard:
     """See the module.
 
@@ -74,8 +86,8 @@ class Guard:
 
     def __init__(
         self, settings: str | GuardSettings, model: nn.Module, optimizer: Any, step: Step, *, scaler: Any = None,
-        also: Iterable[Any] = (), warmup_steps: int = 0, total_steps: int = 0, where: str | Path = "host",
-        reorder: Callable[[Any], Any] | None = rows_reversed, tell: Callable[[dict[str, Any]], None] | None = None,
+        also: Iterable[Any] = (), warmup_steps: int = 0, total_steps: int = 0, steps_done: int = 0, where: str | Path = "host",
+        tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:  # fmt: skip
         """A guard for the loop whose step is `step`; call it with each batch.
 
@@ -85,8 +97,8 @@ class Guard:
         also             what else a step changes: schedulers, averaged models, torch.Generators
         warmup_steps     no check begins before
         total_steps      no check begins that the run would cut; 0: not known
+        steps_done       of the run before, where no state of a guard is loaded
         where            of the copy: "host", or a folder on a disk
-        reorder          a batch with its rows in another order, for controls; it may return None. None: no controls
         tell             is called with each event; without it, a verdict "worse" is a warning
 
         Raises ConfigError for settings that cannot work, OutOfMemoryError or StorageError where the copy has no room.
@@ -101,16 +113,16 @@ class Guard:
         self.also, self.where, self.events = list(also), where, list[dict[str, Any]]()
         self.evidence = found.evidence()
         self.is_reference = False
-        self._step, self._reorder, self._tell = step, reorder, tell
-        self._taken = 0
+        self._step, self._tell = step, tell
+        self._taken = steps_done
         self._last_begin = total_steps - found.steps if total_steps else None
-        self._next = found.begins(warmup_steps, 2**62)[0]
+        self._next = max(found.begins(warmup_steps, 2**62)[0], self._multiple(steps_done))
         self._check: _Check | None = None
         self._wide = ExitStack()  # not empty: the run is in BF16 until the next check
         self._is_wide, self._given = False, ""
         self._refuse()
         self.nbytes = fork_bytes(model, optimizer, self.also)
-        refuse_room(self.copies * self.nbytes, where, "a check of the guard")
+        refuse_room(COPIES * self.nbytes, where, "a check of the guard")
 
     def __call__(self, batch: Any) -> Any:
         """`step(batch)`, what it returns, and what is due of a check before and after it."""
@@ -143,21 +155,20 @@ class Guard:
         if len(self._check.batches) == self.settings.steps:
             check, self._check = self._check, None
             self._judge(check)
-            self._next = -(-self._taken // self.settings.every) * self.settings.every
+            self._next = self._multiple(self._taken)
+
+    def _multiple(self, step: int) -> int:
+        """The first step from there on after which a check begins."""
+        return -(-step // self.settings.every) * self.settings.every
 
     @property
     def is_checking(self) -> bool:
         """Whether a check is under way: a kill now takes its steps in BF16 once more."""
         return self._check is not None
 
-    @property
-    def copies(self) -> int:
-        """Of the state, at most."""
-        return 1 if self._reorder is None else 2
-
     def words(self) -> str:
         """What it does and costs, for whoever starts the run."""
-        settings, gib = self.settings, self.copies * self.nbytes / 2**30
+        settings, gib = self.settings, COPIES * self.nbytes / 2**30
         place = "the host's memory" if self.where == "host" else str(self.where)
         return (
             f"Guard: every {settings.every} steps, {settings.steps} in BF16 on the same batches; harmless is {settings.margin_words()}. "
@@ -194,18 +205,17 @@ class Guard:
         began_at_s = time.monotonic()
         narrow, rates = self._read(check.losses), self._rates()
         control, end = None, None
-        if self._reorder is not None and wants_control(self.evidence):
-            batches = [self._reorder(each.given()) for each in check.batches]
-            if all(each is not None for each in batches):
-                end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
-                check.fork.restore()
-                control = self._in_bf16(check, batches, end, rates)
+        if wants_control(self.evidence):
+            end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
+            check.fork.restore()
+            nudge(self.model)
+            control = self._in_bf16(check, end, rates)
         if end is None:
             check.fork.swap()
             end = check.fork
         else:
             check.fork.restore()
-        wide = self._in_bf16(check, [each.given() for each in check.batches], end, rates)
+        wide = self._in_bf16(check, end, rates)
         verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control)
         action = self._follow(verdict, end)
         event = {
@@ -223,14 +233,14 @@ class Guard:
                 f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence}", stacklevel=4
             )
 
-    def _in_bf16(self, check: _Check, batches: list[Any], end: Fork, rates: list[float]) -> list[float]:
+    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> list[float]:
         """The losses of the steps of a check from the state of now; `end` is put back if they fail. rates: with which they have to end."""
         losses = []
         try:
             with self._as_reference(), suspended(self.model):
-                for batch, states in zip(batches, check.generators, strict=True):
+                for kept, states in zip(check.batches, check.generators, strict=True):
                     set_generators(states)
-                    loss = self._step(batch)
+                    loss = self._step(kept.given())
                     losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
             if self._rates() != rates:
                 raise ConfigError(
@@ -277,7 +287,9 @@ class Guard:
     def _widen(self, recipe: str) -> None:
         """For good; averaged copies of the model are to hold the same tensors as it does."""
         for model in (self.model, *self.also):
-            if isinstance(model, nn.Module) and any(isinstance(each, QLinear) and each.recipe for each in model.modules()):
+            if isinstance(model, nn.Module) and any(
+                isinstance(each, QLinear) and each.recipe for each in model.modules()
+            ):
                 switch(model, recipe)
 
     def _stay_wide(self, is_wide: bool) -> None:

@@ -91,7 +91,7 @@ def test_a_loop_without_an_alarm_has_the_bits_of_the_unguarded_one(cpu):
     first, second = guarded.guard.events
     assert first["control"] is not None and second["control"] is None
     assert all(abs(event["difference"]) < 0.1 and event["difference"] != 0 for event in guarded.guard.events)
-    assert 0 < abs(first["control"]) < 0.1, "the same batches in another order round differently"
+    assert 0 < abs(first["control"]) < 0.01, "weights that differ in the last bit, and the same masks of dropout"
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_every_recipe_goes_on_undisturbed(cpu, recipe):
 
 def test_of_equal_arithmetic_the_difference_is_zero(cpu):
     """Narrow products that compute in 16 bits differ from the reference in no bit: everything else was put back."""
-    loop = Loop("fp8-current", "every=6,steps=4,then=warn", reorder=None)
+    loop = Loop("fp8-current", "every=6,steps=4,then=warn")
     for layer in loop.model.modules():
         if isinstance(layer, ng.QLinear) and layer.recipe is not None:
             layer.is_suspended = True
@@ -115,7 +115,7 @@ def test_of_equal_arithmetic_the_difference_is_zero(cpu):
 def test_what_follows_an_alarm(cpu):
     """A loss that is not finite on narrow numbers is an alarm at once, and BF16 goes on from the state of before."""
     with pytest.warns(UserWarning, match="steps 7 to 10: The loss in narrow numbers is not finite, and that of BF16"):
-        loop = Loop(guard="every=6,steps=4,then=stay", sick=lambda loop: nonfinite(loop, 8), reorder=None).run()
+        loop = Loop(guard="every=6,steps=4,then=stay", sick=lambda loop: nonfinite(loop, 8)).run()
     wide = Loop(guard="", recipe="fp8-delayed", steps=20)
     wide.run(6)
     with ng.suspended(wide.model):
@@ -129,7 +129,7 @@ def test_what_follows_an_alarm(cpu):
 
 def test_a_warning_leaves_the_run_as_it_is(cpu):
     with pytest.warns(UserWarning, match="is not finite"):
-        loop = Loop(guard="every=6,steps=4", steps=12, sick=lambda loop: nonfinite(loop, 8), reorder=None).run()
+        loop = Loop(guard="every=6,steps=4", steps=12, sick=lambda loop: nonfinite(loop, 8)).run()
     assert math.isnan(loop.losses[-1]) and loop.guard.events[0]["then"] == "warn"
 
 
