@@ -33,6 +33,7 @@ from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.size import bytes_to_come
 
@@ -268,11 +269,13 @@ def _all_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own that it is made of: of a DTensor this rank's part."""
+    tensor = shards.local(tensor.detach())
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from _plain(inner)
     else:
-        yield tensor.detach()
+        yield tensor
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[tuple[torch.device, int], Tensor]]:
