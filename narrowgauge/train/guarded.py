@@ -98,7 +98,9 @@ class Guard(Watch):
             try:
                 self._stages(0, self.settings.recipe)
             except ConfigError as error:
-                raise ConfigError(f"guard = {config.guard!r}: then = {self.settings.then!r}: {error}") from None
+                raise ConfigError(
+                    f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'."
+                ) from None
 
     # --- when
 
