@@ -39,6 +39,7 @@ EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE,
 }  # fmt: skip
+EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
@@ -63,6 +64,10 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
+    "blame": (
+        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"recipes": listed(text), "findings": listed(table(anything))},
+    ),
     "sample": ({}, {"prompt": text, "text": text}),
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),
     "switch": ({"switch": text}, {"layers": COUNT, "before": listed(text), "after": listed(text)}),
