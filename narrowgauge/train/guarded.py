@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from narrowgauge import manifest, storage
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits
@@ -34,6 +36,7 @@ from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
 from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.console import Console, clock, tell
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
@@ -174,6 +177,8 @@ class Guard(Watch):
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # it has the wider recipe already
+        if then and self.verdicts[-2:-1] != [WORSE]:
+            self._blame(show)
         if then and then != WARN:
             self._become(running, show)
         trainer.log.write(
@@ -190,6 +195,13 @@ class Guard(Watch):
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         return f" From here on the run has recipe {then}." if then else ""
+
+    def _blame(self, show: Console) -> None:
+        """Which product it is, of the run as it is in narrow numbers."""
+        try:
+            blame_run(self.trainer, show, steps=min(STEPS, self.settings.steps), where=self.where)
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            show.say(f"Which product is to blame was not found: {str(error).splitlines()[0]}")
 
     # --- the reference becomes the run
 
@@ -211,6 +223,7 @@ class Guard(Watch):
             show.say(f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps.")
         else:
             trainer.take_up(found)
+            self.stretch_steps -= len(running.wide)
             if trainer.decision is not None:
                 trainer.decision = trainer.new_decision()
             self._log_reference(running)
