@@ -32,10 +32,8 @@ def test_a_run_without_checks_has_no_section():
 
 
 def test_the_sentences_say_verdict_cost_and_steps_of_bf16():
-    run = recorded(
-        check(8, 0.02, "unknown", control=0.001), check(16, 0.05, "worse", "stay"), rewind(16), check(24, 0.04, "worse", "stay"), rewind(24),
-        check(32, 0.0, "unknown"),
-    )  # fmt: skip
+    alarms = check(16, 0.05, "worse", "stay"), rewind(16), check(24, 0.04, "worse", "stay"), rewind(24)
+    run = recorded(check(8, 0.02, "unknown", control=0.001), *alarms, check(32, 0.0, "unknown"))
     found = guard.section(run)
     assert found["sentences"] == [
         "It is unknown.",

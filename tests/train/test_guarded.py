@@ -21,7 +21,8 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
-from tests.train.test_pending import late, seen  # noqa: F401
+from tests.train.test_pending import late  # noqa: F401
+from tests.train.test_torchrun import ranks, trained  # noqa: F401
 
 RUNS = [
     {"recipe": "fp8-delayed", "precision": "amp-fp16", "states": "8bit"},
@@ -345,3 +346,49 @@ def test_other_steps_of_the_guard_drop_the_check_under_way(make, before_step, ca
     assert loop.run(replace(config, resume=True, guard="every=4,steps=2,margin=50%")) == 0
     assert "the check that was under way is dropped" in capfd.readouterr().err
     assert [event["begun"] for event in checks(config)] == [8]
+
+
+# --- several ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
+@pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2", "pp=2"])
+def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):  # noqa: F811
+    common = {"recipe": recipe, "parallel": parallel, "steps": 12, "micro_batches": 2 if parallel == "pp=2" else 1}
+    reference = make("reference", **common)
+    config = make("guarded", **common, guard="every=4,steps=3,margin=50%,then=stay")
+    assert ranks(2)(trained, reference) == [0, 0]
+    assert ranks(2)(trained, config) == [0, 0]
+    same(config, reference)
+    assert len(checks(config)) == 2 and checks(config)[0]["control"] not in (None, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2"])
+@pytest.mark.parametrize("then", ["stay", "bf16"])
+def test_an_alarm_of_two_ranks(ranks, make, parallel, then):  # noqa: F811
+    """As of one process with two micro-batches, and a stop in a check changes nothing. tp has other last bits than one process."""
+    common = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "parallel": parallel}
+    config, stopped = make("ranks", **common), make("stopped", **common)
+    assert ranks(2)(trained_sick, config) == [0, 0]
+    assert [each["then"] for each in checks(config)][:2] == ["", then]
+    assert ranks(2)(trained_sick, stopped, [("stop", 0, 10)]) == [130, 130]
+    assert ranks(2)(trained_sick, replace(stopped, resume=True)) == [0, 0]
+    same(stopped, config)
+    assert verdicts(stopped) == verdicts(config)
+
+
+def trained_sick(config, faults=()):
+    from narrowgauge.train import trainer as trainer_module
+
+    build = trainer_module.build
+
+    def built(*given):
+        model = build(*given)
+        hurt(model)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "build", built)
+        return trained(config, faults)
