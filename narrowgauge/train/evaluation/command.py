@@ -19,10 +19,10 @@ import torch
 
 from narrowgauge import storage
 from narrowgauge.diagnose.format_text import duration, signed
+from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import precision as precisions
-from narrowgauge.train.checkpoint import state
 from narrowgauge.train.config.settings import WRITING
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device
@@ -58,11 +58,11 @@ def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
     A checkpoint that is damaged is passed over, and named in `passed_over`. ConfigError and DataError before anything is scored.
     Generators are as before.
     """
-    held = state.generators()
+    held = generators()
     try:
         return _evaluated(Path(run), asked)
     finally:
-        state.set_generators(held)
+        set_generators(held)
 
 
 def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:

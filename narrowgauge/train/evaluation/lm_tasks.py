@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError, closest
-from narrowgauge.train.checkpoint import state
 
 INSTALL = "narrowgauge evaluate --tasks needs the package 'lm-eval'. Run: pip install 'narrowgauge[evaluate]'."
 SEED = 1234  # as lm-eval's own: which examples are shown before the question
@@ -71,7 +71,7 @@ class LmTasks:
         from lm_eval.models.huggingface import HFLM
 
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size, device=str(model.device))
-        state.seed_all(SEED)
+        seed_all(SEED)
         tasks = {"tasks": self.loaded, "groups": {}, "group_map": {}}
         found = evaluate(wrapped, tasks, limit=self.limit or None, bootstrap_iters=0)
         assert found is not None
