@@ -15,7 +15,7 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import guarded, loop, stretch
+from narrowgauge.train import guard_before, loop, stretch
 from narrowgauge.train.config.settings import replace
 from tests.selection import quick
 from tests.train import tiny
@@ -300,7 +300,7 @@ def test_what_is_refused_before_the_first_step(make, settings, words):
 
 def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeypatch):
     config = make("nowhere", guard="every=2,steps=2")
-    monkeypatch.setattr(guarded, "refuse_room", refusing("host", "disk"))
+    monkeypatch.setattr(guard_before, "refuse_room", refusing("host", "disk"))
     with pytest.raises(StorageError, match="disk"):
         loop.run(config)
     assert not tiny.losses(Path(config.output))
@@ -310,7 +310,7 @@ def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeyp
 def test_a_copy_goes_to_the_disk_where_the_host_has_no_room(make, monkeypatch, capfd):
     reference, config = make("reference", steps=8), make("disk", steps=8, guard="every=2,steps=2")
     assert loop.run(reference) == 0
-    monkeypatch.setattr(guarded, "refuse_room", refusing("host"))
+    monkeypatch.setattr(guard_before, "refuse_room", refusing("host"))
     assert loop.run(config) == 0
     same(config, reference)
     assert f"wait in {config.output}, since the host has no room" in capfd.readouterr().err
@@ -355,6 +355,8 @@ def test_other_steps_of_the_guard_drop_the_check_under_way(make, before_step, ca
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
 @pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2", "pp=2"])
 def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):  # noqa: F811
+    if (parallel, recipe) == ("tp=2", "int4-hq-lss"):
+        pytest.skip("no recipe that samples rows is cut")
     common = {"recipe": recipe, "parallel": parallel, "steps": 12, "micro_batches": 2 if parallel == "pp=2" else 1}
     reference = make("reference", **common)
     config = make("guarded", **common, guard="every=4,steps=3,margin=50%,then=stay")

@@ -270,7 +270,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own that it is made of: of a DTensor this rank's part."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):  # not a mesh
+                yield from _plain(inner)
     else:
         yield tensor.detach()
 
