@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge import formats
-from narrowgauge.diagnose.compare import Estimate, Event, smooth, spread
+from narrowgauge.diagnose.band import Estimate, spread
+from narrowgauge.diagnose.compare import Event, smooth
 from narrowgauge.diagnose.format_text import superscript, true_minus
 from narrowgauge.errors import ConfigError
 
@@ -148,7 +149,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
 
 
 def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
-    """The moving mean of the paired difference with its noise band."""
+    """The moving mean of the paired difference with its band."""
     with canvas(1000, 230) as (figure, axes):
         banded = [(step, point) for step, point in curve if point.half_width is not None]
         low, high = ([point.mean + side * (point.half_width or 0.0) for _, point in banded] for side in (-1, 1))
@@ -161,7 +162,7 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
         axes.set_xlim(*step_limits(step for step, _ in curve))
         signed_values(axes)
         label_axes(axes, "training loss minus the reference's, nats per token")
-        return svg(figure, "difference", "Difference of the two training losses with its noise band")
+        return svg(figure, "difference", "Difference of the two training losses with the band of its mean")
 
 
 # --- Tensors against their format ---
