@@ -33,7 +33,6 @@ from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.size import bytes_to_come
 
@@ -269,13 +268,12 @@ def _all_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own that it is made of: of a DTensor this rank's part."""
-    tensor = shards.local(tensor.detach())
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(inner := getattr(tensor, name), Tensor):
+            if isinstance(inner := getattr(tensor, name), Tensor):  # not a mesh
                 yield from _plain(inner)
     else:
-        yield tensor
+        yield tensor.detach()
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[tuple[torch.device, int], Tensor]]:
