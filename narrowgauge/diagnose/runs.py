@@ -19,7 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice",
+    "words", "advice", "run", "from", "fingerprint", "changes", "carried",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -47,6 +47,9 @@ LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
 }  # fmt: skip
+PARENT = {
+    "started_at": text, "fingerprint": text, "changes": table(listed(text)), "carried": listed(text),
+}  # fmt: skip
 
 
 _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what it must have, what else it may have
@@ -60,6 +63,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),
     "switch": ({"switch": text}, {"layers": COUNT, "before": listed(text), "after": listed(text)}),
     "resume": ({}, {"path": text, "skipped": listed(text)}),
+    "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
 }
 EVENTS = {
@@ -82,6 +86,7 @@ RUN = record(
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
         "switches": listed(record({"step": COUNT, "switch": text})),
+        "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip
@@ -154,7 +159,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if kind == "resume":
             events = {key: each for key, each in events.items() if each["step"] <= step}
             reached = step - 1
-        elif kind == "step":
+        elif kind in ("step", "branch"):
             reached = step
         key = (kind, step, *(str(event.get(name)) for name in ("module", "role", "switch")))  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last
