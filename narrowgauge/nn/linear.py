@@ -132,12 +132,15 @@ class QLinear(nn.Linear):
                 f"QLinear.recipe: the weight was frozen as codes of recipe {self._recipe and self._recipe.name!r}, which no other recipe "
                 "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to."
             )
-        self._recipe = recipe
+        self.compute_as(recipe)
         self.reason, self.decision = "", None
-        self._plans, self._written = {}, (0, 0)
-        self.empty_cache()
         with torch.inference_mode(False):  # what inference mode makes cannot be trained later
             self._renew_state()
+
+    def compute_as(self, recipe: Recipe | None) -> None:
+        """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
+        self._recipe, self._plans, self._written = recipe, {}, (0, 0)
+        self.empty_cache()
 
     def _renew_state(self) -> None:
         """Amax windows, learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.

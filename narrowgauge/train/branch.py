@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from narrowgauge import manifest
+from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
@@ -31,8 +32,8 @@ from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.recipes import AUTO
 from narrowgauge.structure import is_weight
 from narrowgauge.train import place
-from narrowgauge.train.checkpoint import state
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.place import Place
 from narrowgauge.train.reopen import PLAIN, reopened, silent_log
 from narrowgauge.train.run_folder import RunFolder
@@ -70,7 +71,8 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             },
             **_agreement(parent),
         }  # fmt: skip
-        branch.save()
+        tensors, facts = branch.collected()
+        checkpoints.save(folder.checkpoints, branch.step, tensors, facts, config.keep, branch.ranks)
     return said
 
 
@@ -101,7 +103,7 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         best = parent.best
         branch.best.save(best.step, weights, {"metric": best.metric, "value": best.value})
         branch.best.step, branch.best.value, branch.best.loss = best.step, best.value, best.loss
-    state.set_generators(parent.generators)
+    set_generators(parent.generators)
     return said
 
 
