@@ -33,7 +33,7 @@ from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches, same_run, step, stepping
+from narrowgauge.train import launches, same_run, scoring, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -488,15 +488,11 @@ class Trainer:
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
         self._set_training(False)
-        shared = partial(
-            readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
-        )
-        found = self.task.evaluate(self.model, shared)
-        self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
+        found, wide = self.scores(self.config.eval_wide)
+        self.log.write("eval", self.step, **found, **({"wide": wide} if wide else {}), elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
-        metrics = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
-        show.say(f"step {self.step}: validation {', '.join(metrics)}{', the best so far' if is_best else ''}")
+        show.say(f"step {self.step}: validation {scoring.words(found, wide)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
             with self.precision.context(self.device.type):
                 written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)
@@ -504,6 +500,16 @@ class Trainer:
                 self.log.write("sample", self.step, **written)
         self.parallel.release()
         self._set_training(True)
+
+    @torch.no_grad()
+    def scores(self, both: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The task's metrics in evaluation mode, as the run computes; and in 16 bits, if `both` are wanted and it computes narrow."""
+        shared = partial(
+            readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
+        )
+        evaluate = partial(self.task.evaluate, self.model, shared)
+        found, both = evaluate(), both and bool(self.parallel.of_all(scoring.narrow_forward(self.model)))
+        return found, scoring.wide(self.model, evaluate) if both else None
 
     def _set_training(self, mode: bool) -> None:
         self.model.train(mode)
