@@ -16,6 +16,7 @@ from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, 
 VERBS = {
     "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
+    "compare": "Say whether runs and their branches have the same curve.",
     "report": "Write the page that shows how a run went.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",

@@ -19,7 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice", "sentence", "verdict", "then", "why", "direction",
+    "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -39,6 +39,7 @@ EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE,
 }  # fmt: skip
+EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
@@ -46,6 +47,9 @@ TENSOR = {
 LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
+}  # fmt: skip
+PARENT = {
+    "started_at": text, "fingerprint": text, "changes": table(listed(text)), "carried": listed(text),
 }  # fmt: skip
 
 
@@ -73,6 +77,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "guard": ({"verdict": text}, GUARD),
     "rewind": ({"steps": COUNT}, {"why": text}),
     "resume": ({}, {"path": text, "skipped": listed(text)}),
+    "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
 }
 EVENTS = {
@@ -95,6 +100,7 @@ RUN = record(
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
         "switches": listed(record({"step": COUNT, "switch": text})),
+        "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip
@@ -167,7 +173,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if kind in ("resume", "rewind"):
             events = {key: each for key, each in events.items() if each["step"] <= step}
             reached = step - 1
-        elif kind == "step":
+        elif kind in ("step", "branch"):
             reached = step
         key = (kind, step, *(str(event.get(name)) for name in ("module", "role", "switch")))  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last

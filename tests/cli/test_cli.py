@@ -89,7 +89,7 @@ def test_help_lists_every_verb_and_each_has_its_file(capsys):
     for verb in cli.VERBS:
         assert f"  {verb}" in listed
         assert (ROOT / "narrowgauge" / "cli" / f"{verb}.py").exists()
-    assert set(cli.VERBS) == {"train", "plan", "report", "info", "recipes"}
+    assert set(cli.VERBS) == {"train", "plan", "compare", "debug", "report", "info", "recipes"}
     assert cli.main([]) == 0 and capsys.readouterr().out == listed
 
 
@@ -244,7 +244,7 @@ def test_every_flag_reaches_its_setting(loop):
         each
         for each in by_key().values()
         if each.type not in (bool, TABLE)
-        and each.name not in ("model", "tokenizer")
+        and each.name not in ("model", "tokenizer", "parent")
         and each.metadata["group"] != "task"
     ]
     expected = {each.name: other_value(each)[1] for each in plain}
