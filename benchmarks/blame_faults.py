@@ -188,6 +188,7 @@ def planted(model: nn.Module, fault: str, layer_name: str, product: str, side: s
         cast: Cast = getattr(gemm, side)
         factor = 1 / 16 if fault == "saturate" else 2.0 ** (28 if cast.format.name == "e5m2" else 14)
         try:
+            window.history *= factor  # which tells the layers that share the input
             window.live[0] *= factor
             yield set(PRODUCTS[role])
         finally:

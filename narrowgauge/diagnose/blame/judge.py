@@ -4,13 +4,13 @@
              of a product     the larger of its two operands'
     suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
              not finite       a number that is none
-             operand          times above LIMIT; of integers, and of a window of earlier steps, above LOOSE_LIMIT
+             operand          times above LIMIT, of integers above LIMIT_OF_INTEGERS; but not where it passes the window of earlier steps by
+                              a factor of up to PASSING: gradients do that in healthy runs, for a step, and the window has seen it then
 
 A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
 Errors of operands are compared and not those of results: of a float format the first are alike in all layers of all models (within 1.05),
 while sums that cancel, or rows that repeat, move the second by a factor of up to 7. Those of integers follow from how far the largest
-element stands out, which training moves by a factor of up to 2.3; and a window is passed now and then by a healthy tensor too, for a
-step. Figures in docs/trust.md.
+element stands out, which training moves by a factor of up to 2.3. Figures in docs/trust.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from narrowgauge.diagnose.blame.measure import Operand, Product
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key
 
 LIMIT = 1.5
-LOOSE_LIMIT = 3.0
+LIMIT_OF_INTEGERS = 3.0
+PASSING = 4.0
 SMALLEST = 4  # layers of a kind
 SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
 
@@ -53,11 +54,24 @@ class Reading:
 
     @property
     def limit(self) -> float:
-        return LOOSE_LIMIT if self.is_integer or self.lag is not None else LIMIT
+        return LIMIT_OF_INTEGERS if self.is_integer else LIMIT
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is larger than its window gives, and not more than a healthy tensor may be for a step."""
+        return self.lag is not None and 1 < self.lag <= PASSING
 
     @property
     def is_suspect(self) -> bool:
-        return self.is_narrow and not self.times <= self.limit
+        return self.is_narrow and not self.is_passing and not self.times <= self.limit
+
+    @property
+    def over(self) -> float:
+        """By which operands are ordered: times over its limit, below 1 for what is no suspect."""
+        if not self.is_narrow:
+            return 0.0
+        over = math.inf if math.isnan(self.times) else self.times / self.limit
+        return min(over, 0.99) if self.is_passing else over
 
 
 @dataclass(frozen=True)
@@ -83,9 +97,7 @@ class Finding:
     @property
     def worse(self) -> Reading:
         """The operand that is further from what is expected."""
-        return max(
-            (self.rhs, self.lhs), key=lambda each: (math.isnan(each.error), each.is_narrow, each.times / each.limit)
-        )
+        return max((self.rhs, self.lhs), key=lambda each: (each.over, each.is_narrow))
 
     @property
     def is_kernel(self) -> bool:
@@ -101,15 +113,10 @@ class Finding:
 
     @property
     def score(self) -> tuple[float, ...]:
-        """By which findings are ordered: what is not a number, kernels that are off, limits that are passed, then times and noise."""
-        worse = self.worse
+        """By which findings are ordered: what is no number, kernels that are off, limits that are passed, then the noise of results."""
         if not self.is_finite:
             return (3.0, 0.0, 0.0)
-        return (
-            (2.0, self.kernel / self.kernel_most, 0.0)
-            if self.is_kernel
-            else (1.0, worse.times / worse.limit, self.noise)
-        )
+        return (2.0, self.kernel / self.kernel_most, 0.0) if self.is_kernel else (1.0, self.worse.over, self.noise)
 
     @property
     def name(self) -> str:
