@@ -4,8 +4,9 @@
              of a product     the larger of its two operands'
     suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
              not finite       a number that is none
-             operand          times above LIMIT, of integers above LIMIT_OF_INTEGERS; but not where it passes the window of earlier steps by
-                              a factor of up to PASSING: gradients do that in healthy runs, for a step, and the window has seen it then
+             operand          times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS; but not where it passes the window
+                              of earlier steps by a factor of up to PASSING: gradients of healthy runs do that for a step, and the
+                              window has seen it then
 
 A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
 Errors of operands are compared and not those of results: of a float format the first are alike in all layers of all models (within 1.05),
@@ -19,7 +20,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.diagnose.blame.measure import Operand, Product
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key
@@ -33,7 +34,7 @@ SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
 
 @dataclass(frozen=True)
 class Reading:
-    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows."""
+    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: whether its kind are these."""
 
     role: str
     format: str
@@ -42,7 +43,7 @@ class Reading:
     saturated: float
     underflown: float
     lag: float | None
-    is_integer: bool
+    among_integers: bool
     is_narrow: bool
 
     @property
@@ -54,7 +55,7 @@ class Reading:
 
     @property
     def limit(self) -> float:
-        return LIMIT_OF_INTEGERS if self.is_integer else LIMIT
+        return LIMIT_OF_INTEGERS if self.among_integers else LIMIT
 
     @property
     def is_passing(self) -> bool:
@@ -150,14 +151,15 @@ def found_in(
     recipes   layer -> its Recipe
     baseline  errors of operands at a healthy step, `errors_of` of it; a product that it does not know is judged by its kind
     """
-    medians = _medians(products, recipes)
+    kinds = _kinds(products, recipes)
     found = []
     for (layer, product), seen in products.items():
         own = (baseline or {}).get((layer, product), {})
-        readings = [
-            _reading(role, operand, own.get(role, _of_kind(medians, product, recipes[layer], role)))
-            for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True)
-        ]
+        readings = []
+        for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
+            gemm = getattr(recipes[layer], product)
+            kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or _Kind(0.0, False)
+            readings.append(_reading(role, operand, own.get(role, kind.error), kind.is_integer))
         numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
         found.append(Finding(layer, product, recipes[layer].name, seen.shape, *numbers, *readings))
     return sorted(found, key=lambda each: each.score, reverse=True)
@@ -182,36 +184,37 @@ def judged_by(findings: list[Finding], baseline: Mapping[Key, Mapping[str, float
     return sorted(judged, key=lambda each: each.score, reverse=True)
 
 
-def _reading(role: str, seen: Operand, expected: float) -> Reading:
+def _reading(role: str, seen: Operand, expected: float, among_integers: bool) -> Reading:
     there = max(seen.nonzero, 1)
     return Reading(
         role=role, format=seen.format, error=seen.off, expected=expected,
         saturated=seen.saturated / there, underflown=seen.underflown / there,
         lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None,
-        is_integer=seen.is_integer, is_narrow=seen.is_narrow,
+        among_integers=seen.is_integer and among_integers, is_narrow=seen.is_narrow,
     )  # fmt: skip
 
 
-_Kind = tuple[str, Any, str]  # product, Gemm or None for all, role
+class _Kind(NamedTuple):
+    """The median error of operands of a kind, and whether most of them are integers."""
+
+    error: float
+    is_integer: bool
 
 
-def _medians(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[_Kind, float]:
-    members: dict[_Kind, list[float]] = {}
+def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], _Kind]:
+    """(product, Gemm or None for all, role) -> its kind, of narrow operands."""
+    members: dict[tuple[str, Any, str], list[Operand]] = {}
     for (layer, product), seen in products.items():
         gemm = getattr(recipes[layer], product)
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
             if operand.is_narrow and operand.size > 0 and math.isfinite(operand.off):
-                members.setdefault((product, gemm, role), []).append(operand.off)
-                members.setdefault((product, None, role), []).append(operand.off)
+                members.setdefault((product, gemm, role), []).append(operand)
+                members.setdefault((product, None, role), []).append(operand)
     return {
-        kind: statistics.median(errors) for kind, errors in members.items() if kind[1] is None or len(errors) >= SMALLEST
-    }  # fmt: skip
-
-
-def _of_kind(medians: Mapping[_Kind, float], product: str, recipe: Any, role: str) -> float:
-    """0 where nothing narrow is there to compare with."""
-    gemm = getattr(recipe, product)
-    return medians.get((product, gemm, role), medians.get((product, None, role), 0.0))
+        key: _Kind(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
+        for key, own in members.items()
+        if key[1] is None or len(own) >= SMALLEST
+    }
 
 
 def as_numbers(finding: Finding) -> dict[str, Any]:
