@@ -68,7 +68,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
     "blame": (
-        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"suspects": listed(text), "errors": table(table(listed(anything)))},
         {"recipes": listed(text), "findings": listed(table(anything))},
     ),
     "sample": ({}, {"prompt": text, "text": text}),

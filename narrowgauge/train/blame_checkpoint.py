@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from narrowgauge.diagnose.blame import CONFIRMED, Baseline, Blame
+from narrowgauge.diagnose.blame import CONFIRMED, Blame
+from narrowgauge.diagnose.blame.judge import Baseline
 from narrowgauge.train.blamed import STEPS, blame_run, logged_baseline
 from narrowgauge.train.loop import prepare
 from narrowgauge.train.place import Place, settings_of
@@ -16,7 +17,7 @@ def blame_checkpoint(
     *,
     steps: int = STEPS,
     confirm: int = CONFIRMED,
-    baseline: Baseline | None = None,
+    baseline: Blame | Baseline | None = None,
 ) -> Blame:
     """What `blame_run` finds there; nobody may train the run in the meantime.
 

@@ -15,7 +15,7 @@ of summation for the noise, and 16 bits in each suspect alone. Everything is put
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,9 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.conversion import suspended
-from narrowgauge.diagnose.blame import CONFIRMED, Baseline, Blame, Confirmation, observed
+from narrowgauge.diagnose.blame import CONFIRMED, Blame, Confirmation, observed
 from narrowgauge.diagnose.blame.confirm import by_gradient, in_16_bits
-from narrowgauge.diagnose.blame.judge import Finding
-from narrowgauge.diagnose.blame.watch import Key
+from narrowgauge.diagnose.blame.judge import Baseline, Expected, Finding
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.loss import Objective
@@ -46,7 +45,7 @@ def blame_run(
     show: Any = None,
     *,
     steps: int = STEPS,
-    baseline: Baseline | None = None,
+    baseline: Blame | Baseline | None = None,
     confirm: int = CONFIRMED,
     where: str | Path = "host",
 ) -> Blame:
@@ -70,7 +69,7 @@ def blame_run(
     trainer.optimizer.zero_grad()
     healthy = logged_baseline(trainer.log.path, trainer.step) if baseline is None else baseline
     if healthy:
-        found = found.beside(healthy.baseline if isinstance(healthy, Blame) else healthy)
+        found = found.beside(healthy)
     suspects, notes = found.suspects[:confirm], found.notes
     confirmations: list[Confirmation] = []
     if (
@@ -173,11 +172,14 @@ def event(found: Blame) -> dict[str, Any]:
         "findings": told["findings"][: max(len(found.suspects), 1)],
         "confirmations": told["confirmations"],
         "recipes": told["recipes"],
-        "errors": {f"{layer}:{product}": errors for (layer, product), errors in found.baseline.items()},
+        "errors": {
+            f"{layer}:{product}": {role: list(each) for role, each in errors.items()}
+            for (layer, product), errors in found.baseline.items()
+        },
     }
 
 
-def logged_baseline(metrics: Path, step: int) -> Mapping[Key, Mapping[str, float]] | None:
+def logged_baseline(metrics: Path, step: int) -> Baseline | None:
     """The errors that the last `blame` without suspects has logged, at a step before this one; None without one."""
     healthy = [
         each
@@ -187,4 +189,7 @@ def logged_baseline(metrics: Path, step: int) -> Mapping[Key, Mapping[str, float
     if not healthy:
         return None
     named = ((name.rpartition(":"), errors) for name, errors in healthy[-1]["errors"].items())
-    return {(layer, product): errors for (layer, _, product), errors in named}
+    return {
+        (layer, product): {role: Expected(*each) for role, each in errors.items()}
+        for (layer, _, product), errors in named
+    }

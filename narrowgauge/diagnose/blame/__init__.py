@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from narrowgauge.diagnose.blame.confirm import by_gradient
-from narrowgauge.diagnose.blame.judge import SMALLEST, found_in
+from narrowgauge.diagnose.blame.judge import SMALLEST, Baseline, found_in
 from narrowgauge.diagnose.blame.measure import Product
 from narrowgauge.diagnose.blame.report import Blame, Confirmation
 from narrowgauge.diagnose.blame.undisturbed import undisturbed
@@ -31,14 +31,13 @@ from narrowgauge.structure import require_module
 __all__ = ["Blame", "Confirmation", "blame", "observed"]
 
 CONFIRMED = 3  # suspects
-Baseline = Blame | Mapping[Key, Mapping[str, float]]
 
 
 def blame(
     model: nn.Module,
     step: Mapping[str, Any] | Callable[[], object],
     *,
-    baseline: Baseline | None = None,
+    baseline: Blame | Baseline | None = None,
     confirm: int = CONFIRMED,
     at_once: int = 0,
 ) -> Blame:
@@ -59,7 +58,7 @@ def blame(
     _refuse(model)
     found = observed(model, compute, at_once=at_once)
     if baseline is not None:
-        found = found.beside(baseline.baseline if isinstance(baseline, Blame) else baseline)
+        found = found.beside(baseline)
     suspects = found.suspects[:confirm]
     if not suspects:
         return found

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,9 +32,19 @@ SMALLEST = 4  # layers of a kind
 SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
 
 
+class Expected(NamedTuple):
+    """The error of an operand that is healthy, and whether that was one of integers."""
+
+    error: float
+    is_integer: bool
+
+
+Baseline = Mapping[Key, Mapping[str, Expected]]  # (layer, product) -> role -> what is expected
+
+
 @dataclass(frozen=True)
 class Reading:
-    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: whether its kind are these."""
+    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: so is what is expected."""
 
     role: str
     format: str
@@ -43,8 +53,9 @@ class Reading:
     saturated: float
     underflown: float
     lag: float | None
-    among_integers: bool
     is_narrow: bool
+    is_integer: bool
+    among_integers: bool
 
     @property
     def times(self) -> float:
@@ -143,66 +154,54 @@ class Finding:
         return words
 
 
-def found_in(
-    products: Mapping[Key, Product], recipes: Mapping[str, Any], baseline: Mapping[Key, Mapping[str, float]] | None = None
-) -> list[Finding]:  # fmt: skip
-    """The findings, worst first.
-
-    recipes   layer -> its Recipe
-    baseline  errors of operands at a healthy step, `errors_of` of it; a product that it does not know is judged by its kind
-    """
+def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> list[Finding]:
+    """The findings beside their kinds, worst first. recipes: layer -> its Recipe."""
     kinds = _kinds(products, recipes)
     found = []
     for (layer, product), seen in products.items():
-        own = (baseline or {}).get((layer, product), {})
         readings = []
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
             gemm = getattr(recipes[layer], product)
-            kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or _Kind(0.0, False)
-            readings.append(_reading(role, operand, own.get(role, kind.error), kind.is_integer))
+            kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or Expected(0.0, False)
+            readings.append(_reading(role, operand, kind))
         numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
         found.append(Finding(layer, product, recipes[layer].name, seen.shape, *numbers, *readings))
     return sorted(found, key=lambda each: each.score, reverse=True)
 
 
-def errors_of(findings: list[Finding]) -> dict[Key, dict[str, float]]:
-    """(layer, product) -> role -> the error of that operand: the `baseline` of a later step."""
+def errors_of(findings: Iterable[Finding]) -> Baseline:
+    """The `baseline` of a later step."""
     return {
-        (each.layer, each.product): {reading.role: reading.error for reading in (each.lhs, each.rhs)}
+        (each.layer, each.product): {one.role: Expected(one.error, one.is_integer) for one in (each.lhs, each.rhs)}
         for each in findings
     }
 
 
-def judged_by(findings: list[Finding], baseline: Mapping[Key, Mapping[str, float]]) -> list[Finding]:
-    """The same readings beside a healthy step."""
+def judged_by(findings: Iterable[Finding], baseline: Baseline) -> list[Finding]:
+    """The same readings beside a healthy step; products that it does not know, beside their kinds."""
 
     def beside(each: Finding, reading: Reading) -> Reading:
-        own = baseline.get((each.layer, each.product), {})
-        return replace(reading, expected=own.get(reading.role, reading.expected))
+        own = baseline.get((each.layer, each.product), {}).get(reading.role)
+        if own is None:
+            return reading
+        return replace(reading, expected=own[0], among_integers=reading.is_integer and bool(own[1]))
 
     judged = [replace(each, lhs=beside(each, each.lhs), rhs=beside(each, each.rhs)) for each in findings]
     return sorted(judged, key=lambda each: each.score, reverse=True)
 
 
-def _reading(role: str, seen: Operand, expected: float, among_integers: bool) -> Reading:
+def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
     there = max(seen.nonzero, 1)
     return Reading(
-        role=role, format=seen.format, error=seen.off, expected=expected,
+        role=role, format=seen.format, error=seen.off, expected=expected.error,
         saturated=seen.saturated / there, underflown=seen.underflown / there,
-        lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None,
-        among_integers=seen.is_integer and among_integers, is_narrow=seen.is_narrow,
+        lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None, is_narrow=seen.is_narrow,
+        is_integer=seen.is_integer, among_integers=seen.is_integer and expected.is_integer,
     )  # fmt: skip
 
 
-class _Kind(NamedTuple):
-    """The median error of operands of a kind, and whether most of them are integers."""
-
-    error: float
-    is_integer: bool
-
-
-def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], _Kind]:
-    """(product, Gemm or None for all, role) -> its kind, of narrow operands."""
+def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], Expected]:
+    """(product, Gemm or None for all, role) -> the median error of narrow operands of this kind, and whether most are integers."""
     members: dict[tuple[str, Any, str], list[Operand]] = {}
     for (layer, product), seen in products.items():
         gemm = getattr(recipes[layer], product)
@@ -211,7 +210,7 @@ def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[
                 members.setdefault((product, gemm, role), []).append(operand)
                 members.setdefault((product, None, role), []).append(operand)
     return {
-        key: _Kind(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
+        key: Expected(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
         for key, own in members.items()
         if key[1] is None or len(own) >= SMALLEST
     }
