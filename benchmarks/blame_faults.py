@@ -1,7 +1,7 @@
 """Does blame find the product that is inaccurate, and does it leave healthy models alone?
 
     python -m benchmarks.blame_faults                     faults and healthy models; ten minutes of one core
-    python -m benchmarks.blame_faults --only healthy
+    python -m benchmarks.blame_faults --only healthy --models llama gpt2
 
 Faults: a Llama of 4 blocks (28 Linears, 84 products), trained for 120 steps on the bytes of this package; then in one product
 
@@ -282,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Faults found and healthy models left alone.")
     parser.add_argument("--only", choices=("faults", "healthy"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="healthy ones")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.only != "healthy":
@@ -302,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.only != "faults":
         rows = []
         for place, (name, recipe) in enumerate(HEALTHY):
-            for row in healthy(name, recipe, options.seed + place):
+            for row in healthy(name, recipe, options.seed + place) if name in options.models else ():
                 rows.append(row)
                 print(
                     f"{name:6} {recipe:12} after {row['steps']:3} steps  loss {row['loss']:.3f}  {row['suspects']} suspects of "
