@@ -29,6 +29,7 @@ SHARE = number(0, 1, finite=False)
 LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
 NOTHING = one_of(None)
 SIZES = either(COUNT, NOTHING, listed(anything))  # of models: unknown in some, one for each layer in others
+JUDGEMENTS = ("guard", "blame")  # of steps that others took the place of: they were made on those
 HISTOGRAM = record({"lowest_exponent": number(-2000, 2000, whole=True), "counts": listed(COUNT)})
 
 STEP = {
@@ -171,7 +172,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
         if kind in ("resume", "rewind"):
-            events = {key: each for key, each in events.items() if each["step"] <= step}
+            stays = JUDGEMENTS if kind == "rewind" else ()
+            events = {key: each for key, each in events.items() if each["step"] <= step or each["event"] in stays}
             reached = step - 1
         elif kind in ("step", "branch"):
             reached = step

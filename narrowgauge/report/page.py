@@ -23,7 +23,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import cards, figures, tables
+    from narrowgauge.report import cards, figures, guard, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -68,6 +68,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "steep_start": figures.steep_start(len(recorded.of("step"))),
         "difference": difference,
         "metric_figure": metric_figure(recorded),
+        "guard": guard.section(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
         "layers": tables.layers(recorded),

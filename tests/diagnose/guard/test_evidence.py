@@ -72,11 +72,14 @@ def test_a_gap_that_begins_late_is_found_three_checks_later():
     verdicts = judged([0.0002] * 15 + [0.03] * 3)
     assert first(verdicts, WITHIN) < 15
     assert first(verdicts, WORSE) in (17, 18)
+    last = verdicts[-1]
+    assert (last.since, last.mean) == (16, pytest.approx(0.03)) and "over the last 3 checks" in last.sentence
 
 
 def test_a_gap_that_was_mended_is_forgotten():
     verdicts = judged([0.03] * 3 + [0.0002] * 8)
     assert verdicts[2].name == WORSE and verdicts[-1].name == WITHIN
+    assert verdicts[-1].since == 4 and verdicts[-1].mean == pytest.approx(0.0002)
 
 
 def test_the_margin_is_a_share_of_the_loss_and_at_least_its_nats():
