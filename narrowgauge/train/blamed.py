@@ -120,6 +120,8 @@ def by_stretches(
     gap, noise = _level(narrow) - level, abs(_level(control) - level)
     numbers = {"steps": float(steps), "wide": level, "gap": gap, "noise": noise}
     names = tuple(each.name for each in suspects)
+    if ended := narrow.ended or wide.ended or control.ended:
+        return [Confirmation(names, None, f"its stretches were cut short by {ended}", numbers)]
     if wide.lost:
         return [Confirmation(names, None, f"in 16 bits step {wide.lost} is not finite either", numbers)]
     if not narrow.lost and not abs(gap) > max(NOISE * noise, SMALLEST_GAP):
@@ -130,6 +132,10 @@ def by_stretches(
 
     def alone(group: Sequence[Finding]) -> Confirmation:
         own = taken(partial(in_16_bits, findings=group))
+        if own.ended:
+            return Confirmation(
+                tuple(each.name for each in group), None, f"its stretch was cut short by {own.ended}", numbers
+            )
         left = _level(own) - level
         back = 1.0 if narrow.lost and not own.lost else 0.0 if own.lost or narrow.lost else 1 - abs(left) / abs(gap)
         words = f"in {steps} steps with {'it' if len(group) == 1 else 'them'} alone in 16 bits "
