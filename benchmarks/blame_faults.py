@@ -55,6 +55,7 @@ class Trained:
     loss: Loss
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
+    seen: float = 0.0
 
     def batch(self) -> Tensor:
         """[ROWS, LENGTH] bytes, int64."""
@@ -69,19 +70,22 @@ class Trained:
         loss.backward()
         return loss.detach()
 
-    def train(self, steps: int) -> float:
-        loss = torch.zeros(())
+    def train(self, steps: int) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
-            loss = self.gradient(self.batch())
+            self.gradient(self.batch())
             self.optimizer.step()
             ng.advance(self.model)
         self.optimizer.zero_grad()
-        return float(loss)
 
     def blamed(self, batch: Tensor, baseline: Blame | None = None) -> Blame:
-        torch.manual_seed(1)
-        return blame(self.model, lambda: self.gradient(batch), baseline=baseline, confirm=0)
+        """Sets `seen`, the loss of the observed step."""
+
+        def step() -> None:
+            torch.manual_seed(1)
+            self.seen = float(self.gradient(batch))
+
+        return blame(self.model, step, baseline=baseline, confirm=0)
 
 
 def _text(cache: list[Tensor] = []) -> Tensor:  # noqa: B006 (read once)
@@ -235,7 +239,7 @@ def faults(seed: int, layers: Sequence[str] = LAYERS) -> Iterator[dict[str, Any]
     """A row for each fault, product and layer, alone and beside a healthy step."""
     for recipe, own in (("fp8-current", ("e2m1", "int4", "kernel")), ("fp8-delayed", ("saturate", "underflow"))):
         trained = begun("llama", recipe, seed)
-        loss = trained.train(STEPS)
+        trained.train(STEPS)
         healthy, batch = trained.blamed(trained.batch()), trained.batch()
         for fault in own:
             for place, layer in enumerate(layers):
@@ -246,7 +250,7 @@ def faults(seed: int, layers: Sequence[str] = LAYERS) -> Iterator[dict[str, Any]
                             found = trained.blamed(batch, beside)
                             yield {
                                 "kind": "fault", "fault": fault, "recipe": recipe, "layer": layer, "product": product, "side": side,
-                                "seed": seed, "loss": loss, "baseline": beside is not None, **_place(found, layer, right),
+                                "seed": seed, "loss": trained.seen, "baseline": beside is not None, **_place(found, layer, right),
                             }  # fmt: skip
 
 
@@ -268,11 +272,11 @@ def healthy(name: str, recipe: str, seed: int) -> Iterator[dict[str, Any]]:
     """Two rows: at the first step, and after STEPS."""
     trained = begun(name, recipe, seed)
     for steps in (0, STEPS):
-        loss = trained.train(steps)
+        trained.train(steps)
         found = trained.blamed(trained.batch())
         worst = found.findings[0]
         yield {
-            "kind": "healthy", "model": name, "recipe": recipe, "seed": seed, "steps": steps, "loss": loss,
+            "kind": "healthy", "model": name, "recipe": recipe, "seed": seed, "steps": steps, "loss": trained.seen,
             "suspects": len(found.suspects), "products": len(found.findings), "worst": worst.name, "times": worst.worse.times,
             "limit": worst.worse.limit, "kernel_over_bound": max(each.kernel / each.kernel_most for each in found.findings if each.kernel),
         }  # fmt: skip
