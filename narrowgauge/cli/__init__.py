@@ -17,6 +17,8 @@ VERBS = {
     "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
     "evaluate": "Score what a run has saved, narrow and in 16 bits, by its own data or tasks of lm-eval.",
+    "compare": "Say whether runs and their branches have the same curve.",
+    "blame": "Say which product of which layer is inaccurate, and whether that hurts.",
     "report": "Write the page that shows how a run went.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",

@@ -19,7 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice", "sentence", "verdict", "then", "why", "direction",
+    "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -62,6 +62,9 @@ LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
 }  # fmt: skip
+PARENT = {
+    "started_at": text, "fingerprint": text, "changes": table(listed(text)), "carried": listed(text),
+}  # fmt: skip
 
 
 GUARD = {
@@ -80,7 +83,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
     "blame": (
-        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"suspects": listed(text), "errors": table(table(listed(anything)))},
         {"recipes": listed(text), "findings": listed(table(anything))},
     ),
     "sample": ({}, {"prompt": text, "text": text}),
@@ -89,6 +92,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "guard": ({"verdict": text}, GUARD),
     "rewind": ({"steps": COUNT}, {"why": text}),
     "resume": ({}, {"path": text, "skipped": listed(text)}),
+    "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
 }
 EVENTS = {
@@ -111,6 +115,7 @@ RUN = record(
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
         "switches": listed(record({"step": COUNT, "switch": text})),
+        "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip
@@ -184,7 +189,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             stays = JUDGEMENTS if kind == "rewind" else ()
             events = {key: each for key, each in events.items() if each["step"] <= step or each["event"] in stays}
             reached = step - 1
-        elif kind == "step":
+        elif kind in ("step", "branch"):
             reached = step
         key = (kind, step, *(str(event.get(name)) for name in ("module", "role", "switch")))  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last

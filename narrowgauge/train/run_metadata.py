@@ -147,7 +147,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
     started = {"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, "resumed": []}
     if trainer.step and folder.run.exists():
         first = read_run(folder.run)
-        resumed = [*first.get("resumed", []), command]
+        resumed = [*first.get("resumed", []), command] if "command" in first else []  # of a branch: it begins
         started |= {key: first[key] for key in ("started_at", "command") if key in first} | {"resumed": resumed}
     known = trainer.task.facts()
     return {
@@ -159,6 +159,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.ranks.world,
         "parallel": str(trainer.parallel.layout),
         **started,
+        **trainer.carried,
         "seed": config.seed,
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),
