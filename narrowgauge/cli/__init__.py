@@ -17,6 +17,7 @@ VERBS = {
     "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
     "compare": "Say whether runs and their branches have the same curve.",
+    "debug": "Repeat a stretch of a run under one change after another, and say which mends it.",
     "report": "Write the page that shows how a run went.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",

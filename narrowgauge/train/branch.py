@@ -31,7 +31,7 @@ from narrowgauge.optim import carried
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.recipes import AUTO
 from narrowgauge.structure import is_weight
-from narrowgauge.train import place
+from narrowgauge.train import guarded, place
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.place import Place
@@ -58,7 +58,7 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             )
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())  # by measurements on the device
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
-        branch = Trainer(plain, folder, task, silent_log())
+        branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         said = take_over(parent, branch)
         if chooses:
             folder.write_run({"auto": branch.auto})
@@ -78,6 +78,9 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
 
 def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     """Gives a new trainer the state of another, in its own formats. Returns a sentence on each part."""
+    if all(getattr(parent.config, key) == getattr(branch.config, key) for key in ("recipe", "layers_recipe", "switch")):
+        branch.watch.prepare(parent.watch.facts())  # what a guard has given the run since it began
+        branch.watch.restore(parent.watch.facts())
     for stage in branch.stages:
         if stage.step <= parent.step:
             stage.apply(branch.model)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.train import guarded
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel.followers import FollowersLog
@@ -43,8 +44,10 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
     with RunFolder.reading(place.run) as folder:
         step, has_all = _step_of(place, folder)
         folder.at = step if has_all else 0
+        if config.epochs:
+            config = replace(config, steps=task.steps(config.epochs), epochs=0)
         plain = replace(config, device=device, output=str(place.run), **PLAIN)
-        trainer = Trainer(plain, folder, task, silent_log())
+        trainer = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         if step is not None and not has_all:
             _take_weights(trainer, folder, step)
         yield trainer

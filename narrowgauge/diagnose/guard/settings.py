@@ -107,13 +107,13 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
         else:
             values[key] = value
     given: dict[str, int] = {}
-    for key, least in (("every", 1), ("steps", FEWEST)):
+    for key, fewest in (("every", 1), ("steps", FEWEST)):
         if key in values:
-            if re.fullmatch(r"[1-9]\d{0,9}", values[key]) and int(values[key]) >= least:
+            if re.fullmatch(r"[1-9]\d{0,9}", values[key]) and int(values[key]) >= fewest:
                 given[key] = int(values[key])
             else:
                 wrong.append(
-                    f"{key} = {values[key]!r} is no number of steps of at least {least}. Write it as '{FORM}'."
+                    f"{key} = {values[key]!r} is no number of steps of at least {fewest}. Write it as '{FORM}'."
                 )
     margin, least, said = _margins(values.get("margin", ""))
     wrong += said
