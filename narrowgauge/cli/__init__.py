@@ -19,6 +19,7 @@ VERBS = {
     "evaluate": "Score what a run has saved, narrow and in 16 bits, by its own data or tasks of lm-eval.",
     "compare": "Say whether runs and their branches have the same curve.",
     "blame": "Say which product of which layer is inaccurate, and whether that hurts.",
+    "debug": "Repeat a stretch of a run under one change after another, and say which mends it.",
     "report": "Write the page that shows how a run went.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",
