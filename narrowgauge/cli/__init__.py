@@ -16,7 +16,8 @@ from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, 
 VERBS = {
     "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
-    "report": "Write the page that shows how a run went.",
+    "study": "Train several recipes with several seeds, and say what holds of each recipe.",
+    "report": "Write the page that shows how a run went, or several.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",
 }
