@@ -35,7 +35,7 @@ def study(
     *,
     recipes: Annotated[str, _flag("Recipes, with commas; the first is the reference. [bf16,fp8-current]")] = "bf16,fp8-current",
     seeds: Annotated[str, _flag("How many seeds, from 0 on; or the seeds, with commas. [5]")] = "5",
-    margin: Annotated[str, _flag("Difference that does not matter: 0.25% of the reference, or 0.003. [0.25% of a loss, 0.01 of a score]")] = "",
+    margin: Annotated[str, _flag("Difference that does not matter, as 0.25% or 0.003. [0.25% of a loss, 0.01 of a score]")] = "",
     metric: Annotated[str, _flag("What is judged, at the last evaluation. [what chooses the best weights, or the loss]")] = "",
     parallel: Annotated[str, _flag("Runs at a time; auto: as cores, memory and GPUs allow. [auto]")] = "auto",
     output: Annotated[str, _flag("Folder of the study. [runs/study]")] = "runs/study",

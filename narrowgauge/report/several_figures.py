@@ -106,7 +106,7 @@ def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
     if not values:
         return 0.0, 1.0
     low, high = min(values), max(values)
-    room = 0.6 * (high - low) or 0.05 * abs(high) or 0.5
+    room = 1.5 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = max(low - room, min(bands[0], low)), min(high + room, max(bands[-1], high))
     margin = 0.05 * (high - low)
     return low - margin, high + margin

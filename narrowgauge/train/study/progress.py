@@ -1,7 +1,8 @@
 """How far a study is: steps of all runs together, what runs now, and the time that is left.
 
 Read from the ends of the runs' logs, so it is right after a resumption too. The time left is the steps to come, each recipe's at its own
-pace so far, shared among as many runs as go on at a time.
+pace so far, shared among as many runs as go on at a time; and for each run
+that has not begun what the others took beside their steps: imports, data, the report.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class Progress:
         self.jobs, self.steps, self.most = jobs, steps, most
         self.over: dict[str, str] = {}  # name of a run that has ended -> '' or why it failed
         self._said_at_s = time.monotonic()
+        self._began_at_s: dict[
+            str, tuple[float, float]
+        ] = {}  # (clock, seconds of training so far) when a run was first seen to go on
+        self._beside_s: list[float] = []  # what runs took beside their steps
         self._bar: Any = _bar(steps * len(jobs)) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Self:
@@ -82,8 +87,18 @@ class Progress:
         """The largest of all runs so far; None if none was measured yet."""
         return max((reached(job).peak_bytes for job in self.jobs), default=0) or None
 
+    def end(self, job: Job, why: str) -> None:
+        """A run has ended: '' or why it failed."""
+        self.over[job.name] = why
+        began_at_s, trained_s = self._began_at_s.pop(job.name, (time.monotonic(), 0.0))
+        spent_s = time.monotonic() - began_at_s
+        self._beside_s.append(max(0.0, spent_s - max(0.0, reached(job).elapsed_s - trained_s)))
+
     def show(self, running: Sequence[Job]) -> None:
         now_s = time.monotonic()
+        for job in running:
+            if job.name not in self._began_at_s:
+                self._began_at_s[job.name] = (now_s, reached(job).elapsed_s)
         if self._bar is None and now_s - self._said_at_s < EVERY_S:
             return
         self._said_at_s = now_s
@@ -109,6 +124,7 @@ class Progress:
             if job.name not in self.over:
                 pace = statistics.fmean(paces.get(job.recipe) or every or [0.0])
                 own = pace * max(0, self.steps - found[job.name].step)
+                own += statistics.fmean(self._beside_s or [0.0]) if job.name not in self._began_at_s else 0.0
                 total, longest = total + own, max(longest, own)
         return max(total / self.most, longest)
 

@@ -46,7 +46,8 @@ def run(study: Study) -> Result:
     """Trains what is missing, judges, and writes the page.
 
     Exit code 0, also where runs diverged, which is a result; 1 or 9 if some failed otherwise, which the next start tries again; 130 or
-    75 after a request to stop. Raises ConfigError, DataError and others before the first step, or when every run would fail alike; what was trained stays.
+    75 after a request to stop. Raises ConfigError, DataError and others before the first step, or when every run would fail alike; what
+    was trained stays.
     """
     _refuse_recipes(study)
     if under_torchrun():
@@ -136,7 +137,7 @@ def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: 
             return path
 
         def ended(job: Job, why: str) -> None:
-            progress.over[job.name] = why
+            progress.end(job, why)
             facts["failed"].pop(job.folder.name, None)
             if why and why != NOT_FINITE:
                 facts["failed"][job.folder.name] = why

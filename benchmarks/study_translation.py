@@ -1,0 +1,179 @@
+"""A study of three recipes and five seeds on Multi30k, English to German, by `narrowgauge study`; killed on the way, and resumed.
+
+    python -m benchmarks.study_translation --data MULTI30K_FOLDER --kills 3
+
+A Marian model from scratch, small enough for fifteen runs on a CPU: width 64, one layer each side, a joint BPE of 1,000 pieces, the first
+8,000 pairs. The study is started by its command line, killed with SIGKILL at random moments (the study's process, or one of its runs), and
+started again with the same command until it ends. Then one killed run is trained anew without a kill, and every loss must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import translate
+from benchmarks.harness import RESULTS, record
+from narrowgauge.diagnose.runs import read_metrics
+
+RECIPES = ("bf16", "fp8-current", "int4-hq-bs")
+SETTINGS = """task = "seq2seq"
+model = "{folder}/model"
+from_scratch = true
+data = "{folder}/train.jsonl"
+validation_data = "{folder}/val.jsonl"
+source_column = "en"
+target_column = "de"
+max_length = 48
+too_long = "truncate"
+device = "cpu"
+batch_size = 32
+steps = {steps}
+warmup_steps = 25
+learning_rate = 3e-3
+eval_every = {every}
+eval_tokens = 20000
+checkpoint_every = 50
+tensor_every = 0
+sample_tokens = 0
+best = "none"
+"""
+
+
+def main() -> None:
+    options = _options()
+    folder = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(options.data, folder, options.pairs)
+    file = folder / "settings.toml"
+    file.write_text(SETTINGS.format(folder=folder, steps=options.steps, every=options.steps // 5), encoding="utf-8")
+    study = folder / "study"
+    asked = [str(file), f"--recipes={','.join(options.recipes)}", f"--seeds={options.seeds}", f"--output={study}"]
+    command = [sys.executable, "-m", "narrowgauge", "study", *asked]
+    started_at_s, kills = time.monotonic(), list(killed(command, study, options.kills, random.Random(0)))
+    subprocess.run(command, check=True)
+    spent_s = time.monotonic() - started_at_s
+    same = same_without_a_kill(study, folder, kills)
+    event = [event for event in read_metrics(study / "metrics.jsonl") if event["event"] == "study"][-1]
+    shown = {"steps": options.steps, "pairs": options.pairs, "study": ["narrowgauge", "study", *asked]}
+    about = {
+        "metric": event["metric"],
+        "reference": event["reference"],
+        "kills": kills,
+        "same_losses_without_a_kill": same,
+        "wall_s": spent_s,
+    }
+    record("study_translation", [row | about | {"settings": shown} for row in event["verdicts"]], options.results)
+
+
+def prepare(data: Path, folder: Path, pairs: int) -> None:
+    """Model, tokenizer and tables, once."""
+    from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+
+    if (folder / "model" / "config.json").exists():
+        return
+    lines = {
+        name: (data / name).read_text(encoding="utf-8").splitlines()
+        for name in ("train.en", "train.de", "val.en", "val.de")
+    }
+    for part in ("train", "val"):
+        both = zip(lines[f"{part}.en"], lines[f"{part}.de"], strict=True)
+        rows = [json.dumps({"en": english, "de": german}, ensure_ascii=False) for english, german in both]
+        (folder / f"{part}.jsonl").write_text(
+            "".join(row + "\n" for row in rows[: pairs if part == "train" else None]), encoding="utf-8"
+        )
+    found = translate.bpe(lines["train.en"][:pairs] + lines["train.de"][:pairs], vocabulary=1000)
+    found.no_truncation()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=found, pad_token=translate.PAD, eos_token=translate.END, unk_token=translate.UNKNOWN
+    )
+    padding = tokenizer.pad_token_id
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=len(tokenizer), d_model=64, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=128, decoder_ffn_dim=128,
+            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64, dropout=0.0, attention_dropout=0.0,
+            activation_dropout=0.0, pad_token_id=padding, decoder_start_token_id=padding, eos_token_id=tokenizer.eos_token_id,
+            forced_eos_token_id=None, scale_embedding=True, share_encoder_decoder_embeddings=True, init_std=64**-0.5,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def killed(command: list[str], study: Path, kills: int, rng: random.Random) -> Any:
+    """Starts the study and kills it, or one of its runs, some seconds after runs have begun; what was killed."""
+    for _ in range(kills):
+        process = subprocess.Popen(command)
+        wait_s, of_run = rng.uniform(25.0, 60.0), rng.random() < 0.5
+        until_s = time.monotonic() + wait_s
+        while time.monotonic() < until_s and process.poll() is None:
+            time.sleep(0.2)
+        found = holders(study)
+        if process.poll() is not None or not found:
+            process.wait()
+            continue
+        name, pid = rng.choice(found)
+        os.kill(pid if of_run else process.pid, signal.SIGKILL)
+        if of_run:  # the study goes on, and starts the run again; then it goes too
+            time.sleep(rng.uniform(5.0, 15.0))
+            process.kill()
+        process.wait()
+        yield {"victim": "run and study" if of_run else "study", "run": name, "after_s": round(wait_s, 1)}
+
+
+def holders(study: Path) -> list[tuple[str, int]]:
+    """(name, process) of the runs that go on, by their locks."""
+    found = []
+    for lock in study.glob("*-seed*/lock"):
+        try:
+            pid = json.loads(lock.read_bytes())["pid"]
+            os.kill(pid, 0)
+            found.append((lock.parent.name, pid))
+        except (OSError, ValueError, KeyError):
+            continue
+    return sorted(found)
+
+
+def same_without_a_kill(study: Path, folder: Path, kills: list[dict[str, Any]]) -> bool | None:
+    """Whether a killed run has the losses of one that was not; None if none was killed."""
+    if not kills:
+        return None
+    name = kills[0]["run"]
+    again = folder / "again"
+    text = (study / name / "asked.toml").read_text(encoding="utf-8").replace(str(study / name), str(again))
+    (folder / "again.toml").write_text(text, encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "narrowgauge", "train", str(folder / "again.toml")], check=True)
+    losses = [
+        {
+            (event["event"], event["step"]): event["loss"]
+            for event in read_metrics(place / "metrics.jsonl")
+            if event["event"] in ("step", "eval")
+        }
+        for place in (study / name, again)
+    ]
+    return losses[0] == losses[1]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.study_translation", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--data", type=Path, required=True, help="folder with Multi30k's train and val, .en and .de")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--pairs", type=int, default=8000)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("runs/study_translation"))
+    parser.add_argument("--results", type=Path, default=RESULTS / "study_translation.jsonl")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
