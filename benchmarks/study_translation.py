@@ -151,15 +151,14 @@ def same_without_a_kill(study: Path, folder: Path, kills: list[dict[str, Any]]) 
     text = (study / name / "asked.toml").read_text(encoding="utf-8").replace(str(study / name), str(again))
     (folder / "again.toml").write_text(text, encoding="utf-8")
     subprocess.run([sys.executable, "-m", "narrowgauge", "train", str(folder / "again.toml")], check=True)
-    losses = [
-        {
-            (event["event"], event["step"]): event["loss"]
-            for event in read_metrics(place / "metrics.jsonl")
-            if event["event"] in ("step", "eval")
-        }
-        for place in (study / name, again)
-    ]
-    return losses[0] == losses[1]
+    left, right = (losses(study / name), losses(again))
+    return left == right
+
+
+def losses(run: Path) -> dict[tuple[str, int], float]:
+    """Of its steps and evaluations."""
+    events = read_metrics(run / "metrics.jsonl")
+    return {(event["event"], event["step"]): event["loss"] for event in events if event["event"] in ("step", "eval")}
 
 
 def _options() -> argparse.Namespace:
