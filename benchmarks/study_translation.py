@@ -10,6 +10,8 @@ started again with the same command until it ends. Then one killed run is traine
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -130,16 +132,16 @@ def killed(command: list[str], study: Path, kills: int, rng: random.Random) -> A
 
 
 def holders(study: Path) -> list[tuple[str, int]]:
-    """(name, process) of the runs that go on, by their locks."""
+    """(name, process) of the runs that go on, by the locks that they hold."""
     found = []
-    for lock in study.glob("*-seed*/lock"):
-        try:
-            pid = json.loads(lock.read_bytes())["pid"]
-            os.kill(pid, 0)
-            found.append((lock.parent.name, pid))
-        except (OSError, ValueError, KeyError):
-            continue
-    return sorted(found)
+    for path in sorted(study.glob("*-seed*/lock")):
+        with open(path, "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with contextlib.suppress(ValueError, KeyError):  # held, and its name not written yet
+                    found.append((path.parent.name, json.loads(lock.read())["pid"]))
+    return found
 
 
 def same_without_a_kill(study: Path, folder: Path, kills: list[dict[str, Any]]) -> bool | None:
