@@ -39,6 +39,7 @@ EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE,
 }  # fmt: skip
+EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),

@@ -37,6 +37,7 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
     step, loss = evaluations[-1]
     loss_unit = unit(recorded)
     yield loss_card("Validation loss", step, loss, loss_unit)
+    yield from wide_cards(recorded, loss_unit)
     pair = comparison.validation if comparison else None
     if comparison and pair:
         yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, loss_unit)
@@ -50,6 +51,16 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
             share = f"{100 * loss / guess:.0f}{format_text.PERCENT}"
             note += f"; {share} of a blind guess, ln {count(vocabulary)} = {guess:.2f}"
         yield card("Against token frequencies", f"{100 * loss / entropy:.0f}{format_text.PERCENT}", "", note)
+
+
+def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
+    """The same weights with 16-bit products: the last loss, and how far it is from the run's own, last and over all evaluations."""
+    both = [event for event in recorded.of("eval") if "wide" in event and math.isfinite(event["wide"]["loss"])]
+    if both and math.isfinite(both[-1]["loss"]):
+        gaps = [event["wide"]["loss"] - event["loss"] for event in both]
+        spread = f", from {format_text.signed(min(gaps))} to {format_text.signed(max(gaps))} over {count(len(gaps))} evaluations"
+        note = f"{format_text.signed(gaps[-1])} to the run's own products{spread if len(gaps) > 1 else ''}"
+        yield card("The same weights in 16 bits", format_text.loss_value(both[-1]["wide"]["loss"]), unit, note)
 
 
 def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:

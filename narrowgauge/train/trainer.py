@@ -32,7 +32,7 @@ from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches, step, stepping
+from narrowgauge.train import launches, scoring, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -496,12 +496,16 @@ class Trainer:
         shared = partial(
             readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
         )
-        found = self.task.evaluate(self.model, shared)
-        self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
+        evaluate = partial(self.task.evaluate, self.model, shared)
+        found, both = (
+            evaluate(),
+            self.config.eval_wide and bool(self.parallel.of_all(scoring.narrow_forward(self.model))),
+        )
+        wide = scoring.wide(self.model, evaluate) if both else None
+        self.log.write("eval", self.step, **found, **({"wide": wide} if wide else {}), elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
-        metrics = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
-        show.say(f"step {self.step}: validation {', '.join(metrics)}{', the best so far' if is_best else ''}")
+        show.say(f"step {self.step}: validation {scoring.words(found, wide)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
             with self.precision.context(self.device.type):
                 written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)

@@ -76,7 +76,9 @@ def test_metrics_follow_the_contract(full):
     assert [event["lr"] for event in steps[:2]] == [5e-4, 1e-3]
     assert steps[-1]["lr"] == pytest.approx(1e-3 * (1 + math.cos(0.8 * math.pi)) / 2, rel=1e-12)
     assert [event["step"] for event in tiny.events(folder, "eval")] == [2, 4, 6]
-    assert all(set(event) == {"event", "step", "loss", "tokens", "elapsed_s"} for event in tiny.events(folder, "eval"))
+    assert all(
+        set(event) == {"event", "step", "loss", "tokens", "wide", "elapsed_s"} for event in tiny.events(folder, "eval")
+    )
     assert all(event["tokens"] == 256 for event in tiny.events(folder, "eval"))
     assert [event["path"] for event in tiny.events(folder, "checkpoint")] == [
         f"checkpoints/step-{step:08}" for step in (2, 4, 6)

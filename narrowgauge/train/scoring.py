@@ -1,0 +1,42 @@
+"""An evaluation twice: narrow, as the run computes, and wide, with every product of its Linears in 16 bits.
+
+Most of those who use trained weights compute in 16 bits. Weights that were trained in FP8 can score lower there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.conversion import suspended
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.recipe import Gemm
+
+Metrics = dict[str, Any]
+
+
+def narrow_forward(model: nn.Module) -> dict[tuple[str, str], str]:
+    """(layer, "output") -> its recipe, of the layers whose forward product has a narrow operand: without any, both scores are one."""
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
+    return {
+        (name, "output"): each.recipe.name
+        for name, each in layers.items()
+        if each.recipe is not None and each.recipe.output != Gemm() and not each.is_suspended
+    }
+
+
+def wide(model: nn.Module, evaluate: Callable[[], Metrics]) -> Metrics:
+    """What `evaluate` finds when the Linears of `model` compute as ordinary ones do. State of recipes and generators stay as they are."""
+    with suspended(model):
+        return evaluate()
+
+
+def words(found: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
+    """The metrics for the console, with the wide ones behind them."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.4f}" + ("" if other is None else f" ({other[name]:.4f} in 16 bits)")
+        for name, value in found.items()
+        if isinstance(value, float)
+    )
