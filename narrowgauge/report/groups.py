@@ -80,15 +80,11 @@ def final(recorded: Recorded, metric: str) -> tuple[float, str]:
 
 
 def metrics_of(runs: Sequence[Recorded]) -> list[str]:
-    """Names of what the evaluations of all runs measured, the loss first."""
+    """Names of what the evaluations of all runs measured that had one yet, the loss first."""
     measured = [
-        {
-            key
-            for event in each.of("eval")
-            for key, value in event.items()
-            if isinstance(value, float) and NAME.fullmatch(key)
-        }
+        {key for event in found for key, value in event.items() if isinstance(value, float) and NAME.fullmatch(key)}
         for each in runs
+        if (found := each.of("eval"))
     ]
     common = set.intersection(*measured) - NO_METRICS if measured else set()
     return sorted(common, key=lambda name: (name != "loss", name))
@@ -135,10 +131,11 @@ def default_metric(recorded: Recorded, known: Sequence[str]) -> str:
 
 
 def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
-    """By recipe, then by what else sets their batches apart; runs of one recipe and one seed each by themselves, by their folders."""
+    """By recipe, the step that a branch left its parent at, and batches; of one recipe and seed twice each by itself, by its folder."""
     found: dict[tuple[str, str], list[Recorded]] = {}
     for each in runs:
-        found.setdefault((each.name, differences(batches(first), batches(each))), []).append(each)
+        branch = f", from step {format_text.count(each.run['parent']['step'])}" if each.run.get("parent") else ""
+        found.setdefault((each.name + branch, differences(batches(first), batches(each))), []).append(each)
     groups = []
     for (name, reason), members in found.items():
         listed = sorted(members, key=seed_of)

@@ -301,7 +301,7 @@ def run_row(found: Gathered, recorded: Recorded) -> dict[str, str]:
     value, why = final(recorded, found.metric)
     known = found.failed.get(recorded.folder.name)
     parent = recorded.run.get("parent") or {}
-    branch = f"branch of {parent.get('path', '?')} at step {count(parent.get('step', '?'))}" if parent else ""
+    branch = f"branch of {parent.get('run', '?')} from step {count(parent.get('step', '?'))}" if parent else ""
     return {
         "name": recorded.folder.name, "recipe": recorded.name, "seed": str(seed_of(recorded)), "steps": count(recorded.last_step),
         "value": seeds_text.number(value, 4) if not why else "–", "note": "; ".join(filter(None, [known or why, branch])),

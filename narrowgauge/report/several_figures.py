@@ -108,7 +108,7 @@ def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = 1.5 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = max(low - room, min(bands[0], low)), min(high + room, max(bands[-1], high))
-    margin = 0.05 * (high - low)
+    margin = 0.05 * (high - low) or 0.001
     return low - margin, high + margin
 
 

@@ -89,7 +89,7 @@ def test_help_lists_every_verb_and_each_has_its_file(capsys):
     for verb in cli.VERBS:
         assert f"  {verb}" in listed
         assert (ROOT / "narrowgauge" / "cli" / f"{verb}.py").exists()
-    assert set(cli.VERBS) == {"train", "plan", "report", "info", "recipes"}
+    assert set(cli.VERBS) == {"train", "plan", "study", "report", "info", "recipes"}
     assert cli.main([]) == 0 and capsys.readouterr().out == listed
 
 

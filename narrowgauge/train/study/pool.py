@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +63,7 @@ class Pool:
     peak      the most memory that a run of this study was seen to take; None: not known yet. Asked of runs on the CPU alone
     show      is called with the jobs that run now, a few times a second
     ended     is called with a job and how it ended: '' or why it failed
+    command   of a run, before its file of settings
     """
 
     most: int
@@ -72,7 +73,9 @@ class Pool:
     show: Callable[[list[Job]], None]
     ended: Callable[[Job, str], None]
     environment: dict[str, str] = field(default_factory=dict)
+    command: Sequence[str] = (sys.executable, "-m", "narrowgauge.train.study.worker", "train")
     running: list[Running] = field(default_factory=list)
+    poll_s: float = POLL_S
     kills: Counter[str] = field(default_factory=Counter)
     out_of_memory: list[Job] = field(default_factory=list)
 
@@ -87,7 +90,7 @@ class Pool:
                     self._start(waiting.pop(0))
                 self._reap(waiting)
                 self.show([each.job for each in self.running])
-                time.sleep(POLL_S)
+                time.sleep(self.poll_s)
         finally:
             self.stop(signal.SIGTERM if stop.requested == "preempted" else signal.SIGINT)
 
@@ -104,11 +107,10 @@ class Pool:
         taken = Counter(each.device for each in self.running)
         device = min(self.devices, key=lambda name: taken[name]) if self.devices else ""
         settings = self.ask(job, device)
-        command = [sys.executable, "-m", "narrowgauge.train.study.worker", "train", str(settings)]
         with open(job.folder / "console.txt", "ab") as said:
             # A session of its own: Ctrl-C on the terminal is the study's to pass on.
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True,
+                [*self.command, str(settings)], stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True,
                 env={**os.environ, **self.environment},
             )  # fmt: skip
         for other in self.running:
@@ -151,7 +153,7 @@ class Pool:
             until_s = time.monotonic() + STOP_S
             while any(each.process.poll() is None for each in self.running) and time.monotonic() < until_s:
                 self.show([each.job for each in self.running if each.process.poll() is None])
-                time.sleep(POLL_S)
+                time.sleep(self.poll_s)
         finally:
             for each in self.running:
                 each.process.kill()
