@@ -1,4 +1,4 @@
-"""What verdicts over seeds promise, in simulated studies (statistical: 10,000 studies each, fixed seeds, 4 standard errors: 1 in 16,000)."""
+"""What verdicts over seeds promise, in simulated studies (statistical: 10,000 each, fixed seeds, 4 standard errors: 1 in 16,000)."""
 
 from __future__ import annotations
 
