@@ -10,7 +10,8 @@ for few blocks. Share of 65-value bands that hold the true mean, for values with
 
     c = 0: 98.6 %    c = 0.5: 97 %    c = 0.8: 94 %    c = 0.9: 88 %        33 values: 98, 96, 89, 80 %
 
-The band does not cover another seed, another order of the data, or longer training.
+A difference whose band lies within SMALL of the reference's loss is "small": found, and no reason to call the run worse.
+The band does not cover another seed, another order of the data, or longer training (over seeds: `seeds`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_valu
 
 MINIMUM_BLOCKS = 4
 MINIMUM_VALUES = 16  # blocks of 1, 2 and 4; below, no band is given
+SMALL = 0.0025  # of the reference's loss: gaps of sound FP8 runs are of the order of 0.001 nats
 NORMAL_QUANTILE = statistics.NormalDist().inv_cdf(0.975)  # two-sided 95 %
 
 Event = dict[str, Any]
@@ -70,6 +72,7 @@ class Comparison:
     window: int  # steps in the moving window, and at most in `tail`
     curve: list[tuple[int, Estimate]]  # moving mean of the difference of the training losses
     tail: Estimate | None  # its mean over the last `window` common steps
+    tail_loss: float  # the reference's mean loss there; NaN if there are none
     validation: Pair | None  # at the last step where both were evaluated
     tokens_per_s: Pair | None
     peak_bytes: Pair | None
@@ -85,13 +88,15 @@ class Comparison:
 
     @property
     def training_finding(self) -> str:
-        """The end of the paired training losses: 'unknown', 'identical', 'noise', 'higher' or 'lower'."""
+        """The end of the paired training losses: 'unknown', 'identical', 'noise', 'small', 'higher' or 'lower'."""
         if self.tail is None or self.tail.half_width is None:
             return "unknown"
         if self.identical:
             return "identical"
         if abs(self.tail.mean) <= self.tail.half_width:
             return "noise"
+        if abs(self.tail.mean) + self.tail.half_width <= SMALL * abs(self.tail_loss):
+            return "small"
         return "higher" if self.tail.mean > 0 else "lower"
 
     @property
@@ -134,6 +139,11 @@ class Comparison:
         band = f"95{PERCENT} band from {low} to {high}"
         if self.training_finding == "noise":
             compared, meaning = "cannot be told from", "which is within the noise"
+        elif self.training_finding == "small":
+            compared, meaning = (
+                "is near",
+                f"more than step-to-step noise explains, and less than {100 * SMALL:g}{PERCENT} of the loss",
+            )
         else:
             compared, meaning = f"is {self.training_finding} than", "more than step-to-step noise explains"
         return f"{over} the training loss of {run} {compared} that of {reference}: {gap}, {meaning} ({band})."
@@ -169,6 +179,7 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
         window=window,
         curve=moving(steps, differences, radius),
         tail=estimate(differences[-window:]) if steps else None,
+        tail_loss=statistics.fmean(theirs[step]["loss"] for step in steps[-window:]) if steps else math.nan,
         validation=pair(evaluated.get(last_evaluated), reference_evaluated.get(last_evaluated), last_evaluated),
         tokens_per_s=pair(tokens_per_s(run), tokens_per_s(reference)),
         peak_bytes=pair(peak_bytes(run), peak_bytes(reference)),

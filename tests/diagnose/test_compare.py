@@ -103,6 +103,14 @@ def test_a_clear_gap_is_found_and_said_with_its_sign():
     assert above.tail.count == 65 and abs(above.tail.mean - 0.05) < above.tail.half_width
 
 
+def test_a_gap_below_a_quarter_of_a_percent_is_small_and_not_above():
+    found = compared(0.002, size=0.002)
+    assert found.finding == "small" and compared(-0.002, size=0.002).finding == "small"
+    assert "is near that of wide" in found.verdict and "less than 0.25" in found.verdict
+    assert not any(word in found.verdict for word in ("higher", "lower", "above"))
+    assert compared(0.01, size=0.002).finding == "higher"
+
+
 def test_a_gap_within_the_noise_is_not_called_a_difference():
     found = compared(0.0)
     assert found.finding == "noise"
