@@ -3,6 +3,7 @@
     switch(model, "fp8-current")                                  every layer, all three products
     switch(model, "bf16", products=FORWARD)                       forward alone: output
     switch(model, "bf16", layers="layers.[0-3].*")                chosen layers
+    with switched(model, "bf16", "layers.1.down_proj", ["grad_weight"]):                  for a while
 
 Four-bit runs that end in a wider format lose less: forward in bf16 for the last 18 % halves the gap of NVFP4 (arXiv 2509.25149,
 appendix D), backward in bf16 ends "FP4 All the Way" (arXiv 2505.19115).
@@ -13,13 +14,14 @@ blocks in bf16. Weights, gradients and optimizer state do not change; amax windo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.conversion import wide_by_policy
+from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
@@ -42,6 +44,33 @@ def switch(model: nn.Module, recipe: str | Recipe, layers: str = "*", products: 
     for name, chosen in changes.items():
         quantized[name].recipe = chosen
     return list(changes)
+
+
+@contextmanager
+def switched(
+    model: nn.Module, recipe: str | Recipe = "bf16", layers: str = "*", products: Iterable[str] = GEMMS
+) -> Iterator[list[str]]:
+    """`switch` inside the block; afterwards the layers have their recipes, amax windows, learned steps and samplers again.
+
+    What these remember stays as it is meanwhile, or as steps inside the block leave it. Gives the names of the layers it changed. Raises
+    ConfigError as `switch` does, and for a recipe that remembers something, which would begin without.
+    """
+    target = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(target, Recipe) and target.has_memory:
+        raise ConfigError(
+            f"switched: {target.name!r} remembers amax, steps or readings from step to step, and would begin without. Name a recipe that "
+            "remembers nothing, as bf16 or fp8-current."
+        )
+    quantized = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
+    before = {name: layer.recipe for name, layer in quantized.items() if layer.recipe is not None}
+    changes = widened(model, before, recipe, layers, products)
+    try:
+        for name, chosen in changes.items():
+            quantized[name].compute_as(chosen)
+        yield list(changes)
+    finally:
+        for name in changes:
+            quantized[name].compute_as(before[name])
 
 
 def widened(
@@ -90,17 +119,8 @@ def widened(
 def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
     """`recipe` with those products from `wider` that are no narrower there."""
     old, new = recipe.gemms(), wider.gemms()
-    taken = [
-        name for name in GEMMS if name in products and new[name] != old[name] and _bits(new[name]) >= _bits(old[name])
-    ]
-    if not taken:
-        return recipe
-    if all(name in taken or new[name] == old[name] for name in GEMMS):
-        return wider
     try:
-        mixed = recipe.with_gemm(**{name: new[name] for name in taken})
-        save = wider.save if "grad_weight" in taken else mixed.save
-        return replace(mixed, name=f"{recipe.name}+{wider.name}:{','.join(taken)}", save=save)
+        return mixed(recipe, wider, [name for name in products if bits(new[name]) >= bits(old[name])])
     except ConfigError:
         raise ConfigError(
             f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "
@@ -108,6 +128,6 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
         ) from None
 
 
-def _bits(gemm: Gemm) -> int:
+def bits(gemm: Gemm) -> int:
     """Of the narrower operand."""
     return min(HIGH_PRECISION_BITS if cast is None else cast.format.bits for cast in (gemm.lhs, gemm.rhs))

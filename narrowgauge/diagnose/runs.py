@@ -19,7 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice",
+    "words", "advice", "sentence", "verdict", "then", "why", "direction",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -50,6 +50,13 @@ LAUNCHES = {
 }  # fmt: skip
 
 
+GUARD = {
+    **dict.fromkeys(("difference", "mean", "margin", "scale", "e_worse", "e_within"), number(finite=False)),
+    **dict.fromkeys(("begun", "steps", "checks", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
+    **dict.fromkeys(("wide", "narrow"), LOSS), "control": either(number(finite=False), NOTHING),
+    "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
+}  # fmt: skip
+
 _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what it must have, what else it may have
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
@@ -57,9 +64,15 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
+    "blame": (
+        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"recipes": listed(text), "findings": listed(table(anything))},
+    ),
     "sample": ({}, {"prompt": text, "text": text}),
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),
     "switch": ({"switch": text}, {"layers": COUNT, "before": listed(text), "after": listed(text)}),
+    "guard": ({"verdict": text}, GUARD),
+    "rewind": ({"steps": COUNT}, {"why": text}),
     "resume": ({}, {"path": text, "skipped": listed(text)}),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
     "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),  # of a study's folder
@@ -129,8 +142,8 @@ def _numbers(value: Any) -> Any:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
 
-    A `resume` from step k removes earlier events of later steps. Of events that agree in (event, step, module, role, switch)
-    the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any other line is not an event.
+    A `resume` from step k, or a `rewind` to it, removes earlier events of later steps. Of events that agree in (event, step, module, role,
+    switch) the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any other line is not an event.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -153,7 +166,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"step = {step} comes after step {reached}, but only a resumption goes back")
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
-        if kind == "resume":
+        if kind in ("resume", "rewind"):
             events = {key: each for key, each in events.items() if each["step"] <= step}
             reached = step - 1
         elif kind == "step":

@@ -53,6 +53,9 @@ class LayerState(nn.Module):
         """Begins anew; the name is the one by which frameworks initialize modules that were made on meta."""
         raise NotImplementedError
 
+    def reread(self) -> None:
+        """Its tensors were written by somebody else, between two steps: what it knows of them is found anew."""
+
 
 class AmaxHistory(LayerState):
     """The state of one tensor; see the module."""
@@ -76,6 +79,10 @@ class AmaxHistory(LayerState):
         for buffer in (self.history, self.live, self.nonfinite):
             buffer.zero_()
         self._follow(None)
+
+    def reread(self) -> None:
+        self._follow(None)
+        self._was_seen = False
 
     def lineage(self) -> int | None:
         """Equal for windows with equal numbers, as far as is known; None: not to be known, while a CUDA graph is captured."""

@@ -126,6 +126,9 @@ class LearnedSteps(LayerState):
         super()._load_from_state_dict(*args, **options)
         if self.found.is_meta and not self.cold_left.is_meta:  # it is in no state dict
             self.found = torch.zeros_like(self.found, device=self.cold_left.device)
+        self.reread()
+
+    def reread(self) -> None:
         self._look_at_cold()
 
     def saw_optimizer(self, weight: Tensor, held: set[int]) -> None:

@@ -187,7 +187,10 @@ class RowSampling(LayerState):
             self.variance.nan_to_num_(nan=UNREAD).clamp_(max=UNREAD)
             if self.live.is_meta:  # it is in no state dict
                 self.live = torch.full_like(self.variance, UNSEEN)
-            self.decide(self.variance.tolist())
+            self.reread()
+
+    def reread(self) -> None:
+        self.decide(self.variance.tolist())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

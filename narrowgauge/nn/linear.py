@@ -67,7 +67,7 @@ class QLinear(nn.Linear):
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin anew.
     Loading a state without any of the recipe's own leaves that as it is, and warns; one that has a part of it must have all.
 
-    observer   sees every operand in eager mode, see `Observer`
+    observer   sees every operand in eager mode, and results if it asks for them; see `Observer` and `ProductObserver`
     reason     why `convert` chose another recipe than the one asked for, for `describe`; '' if it did not
     decision   what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not
     """
@@ -132,12 +132,15 @@ class QLinear(nn.Linear):
                 f"QLinear.recipe: the weight was frozen as codes of recipe {self._recipe and self._recipe.name!r}, which no other recipe "
                 "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to."
             )
-        self._recipe = recipe
+        self.compute_as(recipe)
         self.reason, self.decision = "", None
-        self._plans, self._written = {}, (0, 0)
-        self.empty_cache()
         with torch.inference_mode(False):  # what inference mode makes cannot be trained later
             self._renew_state()
+
+    def compute_as(self, recipe: Recipe | None) -> None:
+        """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
+        self._recipe, self._plans, self._written = recipe, {}, (0, 0)
+        self.empty_cache()
 
     def _renew_state(self) -> None:
         """Amax windows, learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
@@ -322,13 +325,13 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
-        on_gpu = x.is_cuda
+        on_gpu, watches = x.is_cuda, hasattr(self.observer, "multiplied")
         plan = self.plan(x.device, wrapper(x, weight), wide and not on_gpu and x.device.type == "cpu")
         return LinearContext(
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             () if steps is None or cache is None else steps.version(),
             None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
-            not on_gpu and self._keeps_x(plan, x.device),
+            watches or (not on_gpu and self._keeps_x(plan, x.device)), False, watches,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +107,35 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
             row.weight_bytes += local(parameter).numel() * parameter.element_size()
             row.state_bytes += size
     return StateBytes(tuple(rows.values()), by_parameter)
+
+
+def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer will keep of parameters that train and have not stepped yet.
+
+    Of a foreign one by a step of small ones like them; 0 of one whose step cannot be tried so.
+    """
+    new = [(group, each) for group in optimizer.param_groups for each in group["params"]
+           if each.requires_grad and not optimizer.state.get(each)]  # fmt: skip
+    if isinstance(optimizer, NarrowOptimizer):
+        return sum(_bytes(x) for group, each in new for x in optimizer._local_state(each, group).values())
+    if isinstance(getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        return 0  # it stands around another
+    return sum(_bytes_of_step(optimizer, group, local(each)) for group, each in new)
+
+
+def _bytes_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    """By the tensors that a step leaves of one with two rows, columns, ... in place of a parameter's."""
+    small = torch.nn.Parameter(torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device))
+    small.grad = torch.zeros_like(small)
+    probe = copy.copy(optimizer)
+    probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [small]}]
+    try:
+        with torch.no_grad():  # without the hooks that torch calls around it: nothing has stepped
+            inspect.unwrap(type(optimizer).step)(probe)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
+        return 0
+    tensors = [x for x in probe.state[small].values() if isinstance(x, Tensor)]
+    return sum(x.element_size() * (parameter.numel() if x.shape == small.shape else x.numel()) for x in tensors)
 
 
 def _bytes(x: Any) -> int:

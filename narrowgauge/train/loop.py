@@ -11,7 +11,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata, stepping
+from narrowgauge.train import guarded, run_metadata, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -164,7 +164,7 @@ def _train_and_log(
         device = ranks.device(config.device)
         freed_memory = keep_freed_memory(config.keep_freed, device)
         has_own_peak = reset_peak(device) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
+        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, guarded.watch_of)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             settled = replace(config, checkpointing=trainer.policy)
@@ -175,6 +175,7 @@ def _train_and_log(
             run_metadata.announce(trainer, show, is_first)
             if line := of_run.first_line(memory_plan):
                 show.say(line)
+            trainer.watch.announce(show)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
@@ -189,6 +190,8 @@ def _train_and_log(
                 ranks.first(
                     lambda: export(trainer.model, trainer.shapes, weights, task.tokenizer, trainer.best, folder.final)
                 )
+            if line := trainer.watch.last_words():
+                show.say(line)
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

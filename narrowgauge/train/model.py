@@ -7,6 +7,7 @@ which rounds the operands and multiplies in float32, and attention computes in f
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import transformers
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import SMALLEST, convert
+from narrowgauge.conversion import SMALLEST, convert, products
 from narrowgauge.conversion.description import describe
-from narrowgauge.conversion.switching import widened
+from narrowgauge.conversion.switching import bits, widened
+from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn.dropout import use_counted_dropout
@@ -25,9 +27,8 @@ from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import precision as precisions
-from narrowgauge.recipe import Recipe
+from narrowgauge.recipe import GEMMS, Recipe
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
-from narrowgauge.train.checkpoint.state import seed_all
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
@@ -77,10 +78,10 @@ def _is_wide(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type]
 
 
-def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
+def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | products.Some | None:
     if name == NO_RECIPE:
         return None
-    return name if name == recipes.AUTO else chosen_recipe(config, name)
+    return name if name == recipes.AUTO else products.parse(name, partial(chosen_recipe, config))
 
 
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
@@ -223,7 +224,7 @@ class Stage:
     @property
     def event(self) -> dict[str, Any]:
         """What metrics.jsonl says of it."""
-        before, after = (sorted({recipe.name for recipe in side}) for side in zip(*self.changes.values(), strict=True))
+        before, after = (sorted({pair[side].name for pair in self.changes.values()}) for side in (0, 1))
         return {"switch": self.switch, "layers": len(self.changes), "before": before, "after": after}
 
     def __str__(self) -> str:
@@ -249,3 +250,30 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
         found.append(Stage(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
         now |= changes
     return found
+
+
+def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int, words: str) -> list[Stage]:
+    """The stages with one more, whose layers all get `recipe` where it is wider, from step `after` + 1 on.
+
+    Later ones widen what it leaves, and may change nothing then. words: name it in the log. ConfigError if it would change nothing itself.
+    """
+    now = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
+    for stage in reversed(stages):  # those that have begun are in the model
+        now |= {name: before for name, (before, _) in stage.changes.items() if name in now}
+    found = [stage for stage in stages if stage.step <= after]
+    for stage in found:
+        now |= {name: new for name, (_, new) in stage.changes.items()}
+    changes = widened(model, now, recipe)
+    found.append(Stage(after + 1, words, {name: (now[name], new) for name, new in changes.items()}))
+    now |= changes
+    for stage in stages[len(found) - 1 :]:
+        later = {name: _still_wider(now[name], new) for name, (_, new) in stage.changes.items()}
+        changes = {name: new for name, new in later.items() if new is not now[name]}
+        found.append(Stage(stage.step, stage.switch, {name: (now[name], new) for name, new in changes.items()}))
+        now |= changes
+    return found
+
+
+def _still_wider(now: Recipe, planned: Recipe) -> Recipe:
+    """What a switch was to give a layer, where no product of it is narrower than now."""
+    return planned if all(bits(planned.gemms()[name]) >= bits(now.gemms()[name]) for name in GEMMS) else now

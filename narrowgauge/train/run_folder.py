@@ -50,6 +50,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.best = path / "best"
+        self.guard = path / "guard"
         self.final = path / "final"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
@@ -74,7 +75,7 @@ class RunFolder:
                     f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
                 )
             storage.probe(path)
-            for checkpoints in (folder.checkpoints, folder.best):
+            for checkpoints in (folder.checkpoints, folder.best, folder.guard):
                 storage.recover(checkpoints, STEP.pattern)
             storage.recover(path, folder.final.name)
             yield folder

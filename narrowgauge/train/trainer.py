@@ -13,6 +13,7 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.diagnose import forms
+from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
@@ -52,6 +54,7 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.tensor_stats import watched
+from narrowgauge.train.watch import Watch
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
 
@@ -61,12 +64,13 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
-        has_own_peak: bool = True, ranks: Ranks | None = None,
+        has_own_peak: bool = True, ranks: Ranks | None = None, watch: Callable[[Any], Watch] = lambda trainer: Watch(),
     ) -> None:  # fmt: skip
         """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one.
 
         has_own_peak  the peak of memory is this run's; else it is of the runs before as well, and is not recorded
         ranks         among which the micro-batches of a step (config.micro_batches) are shared; None: one
+        watch         gives what looks after this run
         """
         self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak
@@ -75,6 +79,7 @@ class Trainer:
         self.skipped_steps = 0  # in a row, of float16
         self.trained_s = 0.0  # over all resumptions
         self.resumed_from = ""
+        self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
@@ -105,19 +110,24 @@ class Trainer:
         self.memory_notes += stepping.summary(config, begun)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
+        self.watch = watch(self)
         self._resume()
-        self.generators = state.generators()
-        backward = partial(self._backward, self.objective, checked=True)
+        self.generators = generators()
+        backward = partial(self.backward, self.objective, checked=True)
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
         self.pending: Pending | None = None  # None: each step is read before its update
         self.decision: Decision | None = None
         if waits(device) and self.graphs is None and self.stepping is None:
-            scales, most = self.scaler is not None, MOST_SKIPPED_STEPS
-            self.decision = Decision(device, ranks.world, scales, most, self.skipped_steps)
+            self.decision = self.new_decision()
             self.pending = Pending()
         self._compare_ranks()
+
+    def new_decision(self) -> Decision:
+        """What the device decides by from here on."""
+        scales = self.scaler is not None
+        return Decision(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.skipped_steps)
 
     def _policy(self) -> tuple[str, str]:
         """The policy of checkpointing, the same on all ranks, and why where it was chosen."""
@@ -156,19 +166,11 @@ class Trainer:
             ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        tensors, rest = found.tensors, found.facts["state"]
-        if self.numbers is not None:
-            with state.unusable(str(found.path)):
-                tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
-        state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
-        for agreement in self.parallel.agreements:  # checkpoints of before have none
-            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
-        with state.unusable(f"{found.path / manifest.FACTS}: position"):
-            self.feed.restore(found.facts.get("position", {}))
+        self.take_up(found)
         if lost := self.best.restore(found.facts.get("best")):
             tell(f"WARNING: {lost}")
-        self.step = self.saved_step = found.step
-        self.trained_s, self.skipped_steps = found.facts["trained_s"], found.facts["skipped_steps"]
+        self.saved_step, self.trained_s = found.step, found.facts["trained_s"]
+        self.watch.restore(found.facts)
         self.resumed_from = str(found.path)
         place = str(found.path.relative_to(self.folder.path))
         self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
@@ -178,8 +180,22 @@ class Trainer:
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
 
+    def take_up(self, found: store.Checkpoint) -> None:
+        """The state of a checkpoint of this run becomes the present one."""
+        tensors, rest = found.tensors, found.facts["state"]
+        if self.numbers is not None:
+            with state.unusable(str(found.path)):
+                tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
+        state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
+        for agreement in self.parallel.agreements:  # checkpoints of before have none
+            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
+        with state.unusable(f"{found.path / manifest.FACTS}: position"):
+            self.feed.restore(found.facts.get("position", {}))
+        self.step, self.skipped_steps = found.step, found.facts["skipped_steps"]
+
     def _become(self, found: store.Checkpoint) -> None:
         """Gives layers the recipes that they had at the step of a checkpoint of this run."""
+        self.watch.prepare(found.facts)
         self._refuse_other_run(found)
         for stage in self.stages:
             if stage.step <= found.step:
@@ -232,11 +248,14 @@ class Trainer:
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
-        config, self._stop = self.config, stop
-        state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
+        config, self.stop = self.config, stop
+        set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
         while self.step < config.steps and not stop.requested:
+            self.watch.before_step(show)
+            if stop.requested:
+                break  # what it cut short begins anew
             started_at_s = time.monotonic()
             self._switch(show)
             if self.pending is not None:
@@ -257,6 +276,7 @@ class Trainer:
                 self._compare_ranks()
             if self._is_due(config.log_every):
                 self._report_nonfinite_amax(show)
+            self.watch.after_step(show)
             if self._is_due(config.eval_every):
                 self._evaluate(show)
             if stop.requested or self._is_due(config.checkpoint_every):
@@ -272,6 +292,7 @@ class Trainer:
         self.trained_s += spent_s
         speed = inputs / spent_s
         self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
+        self.watch.saw(number, numbers["loss"])
         show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
 
     def _is_read_after(self, number: int, monitor: launches.LaunchMonitor) -> bool:
@@ -283,7 +304,7 @@ class Trainer:
         measured = monitor.measures(following) or monitor.measures(number)
         switches = any(stage.step == following for stage in self.stages)
         most = self.pending is not None and len(self.pending.steps) >= MOST
-        return is_due or measured or switches or most or bool(self._stop.requested)
+        return is_due or measured or switches or most or self.watch.reads_after(number) or bool(self.stop.requested)
 
     def _read(self, show: Console) -> None:
         """Reads and logs the steps that were launched; ends the run where one of them has to. Time is shared out by tokens."""
@@ -298,7 +319,7 @@ class Trainer:
         for each, (*losses, norm) in zip(steps, readings, strict=True):
             self.ranks.place = f"step {each.number}"
             loss, norm = agreed(losses, norm, self.ranks)
-            if not self._is_fine(loss, norm):
+            if not self.is_fine(loss, norm):
                 self.step = each.number - 1
                 self.pending.put_back(each, self.parallel.agreements)
                 self._end_nonfinite(loss, norm, each.micro_batches, each.numbers["tokens"])
@@ -320,7 +341,7 @@ class Trainer:
     def _switch(self, show: Console) -> None:
         """Gives layers the recipes that begin with the next step."""
         for stage in self.stages:
-            if stage.step == self.step + 1:
+            if stage.step == self.step + 1 and stage.changes:
                 stage.apply(self.model)
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
@@ -353,7 +374,7 @@ class Trainer:
         self.ranks.place = f"step {number}"
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
+        targets, facts = targets_of_ranks(step_batch, number, self.stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
         if self.pending is not None:
@@ -362,7 +383,7 @@ class Trainer:
         if self.stepping is not None:
             loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
         else:
-            loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
+            loss, grad_norm = agreed(*read(self.gradient(micro_batches, targets)), self.ranks)
             self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
@@ -378,14 +399,14 @@ class Trainer:
         """A step whose numbers are read later; returns what the log will say beside them, to which more may be added."""
         assert self.decision is not None
         windows, counted = pending.windows(self.model), [each.step for each in self.parallel.agreements]
-        readings = self._gradient(micro_batches, numbers["tokens"])
+        readings = self.gradient(micro_batches, numbers["tokens"])
         self.decision.see(readings)
         step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), self.decision)
         self.step += 1
         pending.steps.append(Step(self.step, readings, numbers, inputs, micro_batches, windows, counted))
         return numbers
 
-    def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
+    def gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; on the device: the losses of its micro-batches, and the norm before clipping."""
         if self.graphs is not None:
             for batch in micro_batches:
@@ -397,7 +418,7 @@ class Trainer:
             micro_batches = []
         for turn, batch in enumerate(micro_batches, 1):
             self.parallel.follows(turn == len(micro_batches))
-            losses.append(self._backward(self.objective, batch, targets))
+            losses.append(self.backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = step.clipped(self.config, self.model, self.parallel.stages_group, self.holding)
@@ -408,13 +429,13 @@ class Trainer:
 
         def backward() -> Tensor:
             self.parallel.follows(True)  # each micro-batch: what is summed in FP8 is the part of this rank
-            return torch.stack([self._backward(self.objective, batch, targets) for batch in micro_batches])
+            return torch.stack([self.backward(self.objective, batch, targets) for batch in micro_batches])
 
         def between(losses: Tensor) -> None:
             assert inside.norm is not None
             readings = agreed(*read(torch.cat((losses, inside.norm.to(losses.dtype)[None]))), self.ranks)
             self._refuse_nonfinite(*readings, micro_batches, targets)
-            self._repeat_draws()
+            self.repeat_draws()
 
         losses = stepping.take(inside, backward, between)
         inside.end_step()
@@ -426,22 +447,22 @@ class Trainer:
             raise error
         return found
 
-    def _repeat_draws(self) -> None:
+    def repeat_draws(self) -> None:
         """The next pass of this step draws what ranks have drawn once more."""
         for agreement in self.parallel.agreements:
             agreement.micro_batch = 0
 
-    def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
+    def backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
         loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
     def _refuse_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> None:
-        if not self._is_fine(loss, grad_norm):
+        if not self.is_fine(loss, grad_norm):
             self._end_nonfinite(loss, grad_norm, micro_batches, targets)
 
-    def _is_fine(self, loss: float, grad_norm: float) -> bool:
+    def is_fine(self, loss: float, grad_norm: float) -> bool:
         """Whether the run goes on after a step with these numbers; called once for each, in order."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_steps = 0
@@ -460,11 +481,11 @@ class Trainer:
         self.parallel.follows(False)
 
         def repeat() -> None:
-            self._repeat_draws()
+            self.repeat_draws()
             if pipeline is not None:
                 pipeline.step(micro_batches, targets)
             for batch in micro_batches if pipeline is None else ():
-                self._backward(whole, batch, targets)
+                self.backward(whole, batch, targets)
 
         stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
         again = repeat if self.stepping is None else partial(self.stepping.measure, repeat)
@@ -524,8 +545,8 @@ class Trainer:
         with self.precision.context(self.device.type):
             return self.parallel(self.objective.scored, batch, self.device)
 
-    def _save(self) -> None:
-        started_at_s = time.monotonic()
+    def collected(self) -> tuple[store.Tensors, dict[str, Any]]:
+        """Tensors and facts of a checkpoint."""
         tensors, rest = (self.numbers or state).collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
@@ -536,13 +557,20 @@ class Trainer:
             **self.task.identity,
             "position": self.feed.state(),
             "best": self.best.facts(),
+            **self.watch.facts(),
         }
         for agreement in self.parallel.agreements[:1]:  # those of other stages say the same
             facts["agreement"] = agreement.state_dict()
+        return tensors, facts
+
+    def _save(self) -> None:
+        started_at_s = time.monotonic()
+        tensors, facts = self.collected()
         self.log.sync()  # a run that goes on from here has the lines of the steps before
         path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step
         self.best.clear()
+        self.watch.saved()
         save_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 

@@ -10,39 +10,29 @@ The position in the data is the step number (see `data.batches`).
 """
 
 import math
-import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
+from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.structure import is_weight
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
-Generators = tuple[dict[str, Tensor], Any]
-
-
-def seed_all(seed: int) -> None:
-    """Starts every generator that a checkpoint holds; numpy's and Python's would else start from the operating system's noise."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
 
 def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
     """The state as groups of tensors, and the rest of it as JSON."""
     weights, scaling = split_scaling(model.state_dict())
     optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
-    rng_tensors, rng_rest = generators()
+    rng_tensors, rng_rest = flatten(generators())
     tensors = {"weights": weights, "scaling": scaling, "optimizer": optimizer_tensors, "rng": rng_tensors}
     rest = {"optimizer": optimizer_rest, "rng": rng_rest, "scaler": scaler.state_dict() if scaler else None}
     return tensors, rest
@@ -51,7 +41,7 @@ def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dic
 def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, rest: dict[str, Any], where: str) -> None:
     """Puts `collect`'s result back. Before anything changes: CheckpointError if it belongs to another model or cannot be a run's."""
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
-    _refuse_other_model(model.state_dict(), saved, where)
+    refuse_other_model(model.state_dict(), saved, where)
     with unusable(where):
         moments, rng = (unflatten(rest[name], tensors[name]) for name in ("optimizer", "rng"))
         problems = [
@@ -67,7 +57,7 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
         optimizer.load_state_dict(moments)
         if scaler:
             scaler.load_state_dict(rest["scaler"])
-        set_generators((tensors["rng"], rest["rng"]))
+        set_generators(rng)
 
 
 def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensors:
@@ -76,7 +66,7 @@ def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensor
     saved: types and shapes. CheckpointError if they belong to another model.
     """
     own = model.state_dict()
-    _refuse_other_model(own, saved.get("weights", {}) | saved.get("scaling", {}), where)
+    refuse_other_model(own, saved.get("weights", {}) | saved.get("scaling", {}), where)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def of_optimizer(name: str, form: Tensor) -> Tensor:
@@ -155,7 +145,7 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     return tree
 
 
-def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
+def refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
     here, there = ({name: shown(tensor) for name, tensor in state.items()} for state in (own, saved))
     differences = [f"{name} is missing" for name in here if name not in there]
     differences += [f"{name} is not part of this model" for name in there if name not in here]
@@ -170,31 +160,6 @@ def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where:
 
 def _few(clauses: list[str]) -> str:
     return "; ".join(clauses[:3]) + (f"; and {len(clauses) - 3} more" if len(clauses) > 3 else "")
-
-
-def generators() -> Generators:
-    """The state of torch's, CUDA's, numpy's and Python's generators."""
-    numpy_name, numpy_key, *numpy_rest = np.random.get_state()
-    tree = {
-        "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
-        "numpy_key": torch.from_numpy(np.asarray(numpy_key).astype(np.int64)),
-        "numpy": [numpy_name, *[value.item() if hasattr(value, "item") else value for value in numpy_rest]],
-        "python": random.getstate(),
-    }
-    return flatten(tree)
-
-
-def set_generators(saved: Generators) -> None:
-    """Puts back what `generators` gave."""
-    tensors, rest = saved
-    tree = unflatten(rest, tensors)
-    torch.set_rng_state(tree["torch"])
-    if torch.cuda.is_available() and len(tree["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(tree["cuda"])
-    name, *numpy_rest = tree["numpy"]
-    np.random.set_state((name, tree["numpy_key"].numpy().astype(np.uint32), *numpy_rest))
-    random.setstate(tree["python"])
 
 
 # What no run writes: found before anything is changed. Each function yields a clause per problem. Codes (integers) may hold anything.

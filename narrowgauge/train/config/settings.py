@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.diagnose.guard import settings as guard_settings
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config import parallel_syntax, switch_syntax
+from narrowgauge.train.config import parallel_syntax, recipe_syntax, switch_syntax
 
 TASKS = ("text", "causal-lm", "classification", "seq2seq")
 WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples
@@ -157,7 +158,7 @@ def _refuse_table(value: Any) -> str:
     for pattern, recipe in value.items():
         if isinstance(recipe, Mapping):
             return f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
-        words = _refuse_text(pattern) or _refuse_text(recipe)
+        words = _refuse_text(pattern) or _refuse_text(recipe) or recipe_syntax.refuse(recipe)
         if words or not pattern or not recipe:
             return words or "must have no empty pattern or recipe"
     return ""
@@ -239,7 +240,8 @@ class TrainConfig:
         "Number formats of the matrix products of every Linear; auto: the fastest for each, by a measurement; none: as the "
         "precision has them.", NOT_EMPTY)
     layers_recipe: TABLE = PRECISION(  # noqa: RUF009 (it returns a dataclasses.field)
-        dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes")
+        dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16', or some products, as 'layers.1.*=bf16:backward'.",
+        key="recipes")
     switch: str = PRECISION("", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'.")
     precision: str = PRECISION("amp-bf16", "Numbers outside the recipe.", OneOf(("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")))
     keep_float32: str = PRECISION("",
@@ -307,6 +309,8 @@ class TrainConfig:
     launches_at: int = RUN(30, "Step whose idle time on a GPU is measured, or the next if its tensors are read; 0: none.", COUNT_OR_ZERO)
     plan: str = RUN("auto", "Whether memory is planned before the first step: auto, on a GPU.", OneOf(("auto", "always", "never")))
     tensorboard: bool = RUN(False, "Write TensorBoard events to the run folder too.")
+    guard: str = RUN("", "Checks against short stretches in BF16 from the run's own state, as every=2000,steps=100,margin=0.25%,then=stay; "
+        "empty: none.")
     compare: str = RUN("", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
     sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=WRITING)
     prompt: str = RUN("", "Text that the sample continues.", tasks=WRITING)
@@ -437,6 +441,13 @@ def _training_checks(c: TrainConfig) -> list[Check]:
     problems = () if c.epochs else switch_syntax.problems(c.switch, c.steps)  # of epochs the steps are known later
     return [
         *((True, "parallel", f"parallel = {shown(c.parallel)}: {message}") for message in parallel_syntax.problems(c.parallel)),
+        *((True, "guard", f"guard = {shown(c.guard)}: {message}")
+          for message in guard_settings.problems(c.guard, 0 if c.epochs else c.steps, c.warmup_steps)),
+        (c.guard and c.compare, "guard compare",
+         f"guard = {shown(c.guard)}: judges the run without a second one, which compare = {shown(c.compare)} trains. Remove one."),
+        (c.guard and c.cuda_graph, "guard cuda_graph",
+         f"guard = {shown(c.guard)}: cuda_graph = true replays the products of the recipe, and graphs of a stretch in BF16 want memory of "
+         "their own. Remove one of them."),
         *((True, "switch steps", f"switch = {shown(c.switch)}: {message}") for message in problems),
         (not c.token_budget and c.batch_size % c.micro_batches, "micro_batches batch_size",
          f"micro_batches = {c.micro_batches}: must divide batch_size = {c.batch_size}."),

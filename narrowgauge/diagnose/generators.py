@@ -1,0 +1,48 @@
+"""The generators that training draws from: torch's, CUDA's, numpy's and Python's."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+from typing import Any
+
+import torch
+
+np: ModuleType | None
+try:
+    import numpy as np
+except ImportError:  # torch does without
+    np = None
+
+
+def seed_all(seed: int) -> None:
+    """Starts every one of them; numpy's and Python's would else start from the operating system's noise."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if np is not None:
+        np.random.seed(seed % 2**32)
+
+
+def generators() -> dict[str, Any]:
+    """Their states: tensors, numbers, strings, and lists and tuples of them. Without numpy none of it."""
+    found = {
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+    }
+    if np is not None:
+        name, key, *rest = np.random.get_state()
+        found["numpy_key"] = torch.from_numpy(np.asarray(key).astype(np.int64))
+        found["numpy"] = [name, *[value.item() if hasattr(value, "item") else value for value in rest]]
+    return found
+
+
+def set_generators(saved: dict[str, Any]) -> None:
+    """Puts back what `generators` gave."""
+    torch.set_rng_state(saved["torch"])
+    if torch.cuda.is_available() and len(saved["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(saved["cuda"])
+    random.setstate(saved["python"])
+    if np is not None and "numpy" in saved:
+        name, *rest = saved["numpy"]
+        np.random.set_state((name, saved["numpy_key"].numpy().astype(np.uint32), *rest))

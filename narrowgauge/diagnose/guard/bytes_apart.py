@@ -1,0 +1,113 @@
+"""Room for a copy of many tensors apart from them: in the host's memory, or in a file on a disk, of which a process maps the bytes.
+
+    host    blocks of at most BLOCK bytes, pinned where a GPU copies to and from them
+    folder  one file without a name: it is allocated whole before anything is written, and gone when the process is, however it ends
+
+A copy is bytes in blocks, and never more than BLOCK of them are on their way: so an exchange takes no more than that on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from narrowgauge import storage
+from narrowgauge.errors import OutOfMemoryError
+
+BLOCK = 2**26  # a power of two: torch rounds pinned memory up to one
+SPARE = 0.9  # of what the host says it has: the rest is for what it did not count
+LIMITS = Path("/sys/fs/cgroup")
+
+
+class BytesApart:
+    """Blocks of bytes, to which room can be added.
+
+    where   "host", or a folder on the disk
+    pinned  whether a GPU copies to and from it
+    """
+
+    def __init__(self, where: str | Path, pinned: bool) -> None:
+        self.where, self.pinned, self.nbytes = where, pinned, 0
+        self._blocks: list[Tensor] = []
+
+    def add(self, sizes: list[int], what: str) -> list[list[Tensor]]:
+        """For each size that many bytes, in pieces. what: for errors. Raises OutOfMemoryError or StorageError before any of it is taken."""
+        total = sum(sizes)
+        if total == 0:
+            return [[] for _ in sizes]
+        refuse_room(total, self.where, what)
+        blocks = list(self._of_host(total) if self.where == "host" else self._of_file(total, Path(self.where)))
+        self.nbytes += total
+        found, place = [], 0
+        for size in sizes:
+            ends = [*range(place - place % BLOCK + BLOCK, place + size, BLOCK), place + size] if size else []
+            begins = [place, *ends[:-1]]
+            found.append(
+                [blocks[a // BLOCK][a % BLOCK : a % BLOCK + b - a] for a, b in zip(begins, ends, strict=True)]
+                if size
+                else []
+            )
+            place += size
+        return found
+
+    def _of_host(self, nbytes: int) -> Iterator[Tensor]:
+        for first in range(0, nbytes, BLOCK):
+            size = min(BLOCK, nbytes - first)
+            yield torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
+
+    def _of_file(self, nbytes: int, folder: Path) -> Iterator[Tensor]:
+        path = folder / f".fork-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        with storage.refusals("copy the state of the run to", folder, "choose another folder"):
+            storage.make_folder(folder)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                try:  # a hole in the file would end the process where the disk is full
+                    os.posix_fallocate(descriptor, 0, nbytes)
+                finally:
+                    os.close(descriptor)
+                whole = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+            finally:
+                path.unlink(missing_ok=True)
+        return iter(whole.split(BLOCK))
+
+
+def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
+    """Raises OutOfMemoryError if the host, or StorageError if the folder's disk, has no room for so many bytes."""
+    if where != "host":
+        folder = Path(where)
+        nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        storage.require_space(nearest, nbytes, what)
+    elif (room := host_room()) is not None and nbytes > SPARE * room:
+        raise OutOfMemoryError(
+            f"{what} needs {nbytes / 2**30:.2f} GiB of the host's memory, and {room / 2**30:.2f} GiB are free. "
+            "Name a folder on a disk for it, or train with states that are narrower."
+        )
+
+
+def host_room() -> int | None:
+    """Bytes of memory that this process may still take, by the kernel and by the limits of its control group; None: not known."""
+    rooms = []
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                rooms.append(int(line.split()[1]) * 1024)
+        limit, used = ((LIMITS / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            rooms.append(int(limit) - int(used) + _reclaimable())
+    except (OSError, ValueError):
+        pass  # not Linux, or no limits
+    return min(rooms) if rooms else None
+
+
+def _reclaimable() -> int:
+    """Of the memory that a control group counts: what the kernel gives back when asked, cached pages of files."""
+    for line in (LIMITS / "memory.stat").read_text(encoding="ascii").splitlines():
+        name, _, count = line.partition(" ")
+        if name == "inactive_file":
+            return int(count)
+    return 0

@@ -1,0 +1,142 @@
+"""The setting `guard`: how often a run is checked against BF16, for how many steps, what is harmless, and what follows when it is not.
+
+    every=2000,steps=100,margin=0.25%,then=stay          each key once, in any order; what is left out is as in `GuardSettings`
+
+    every    steps from the begin of a check to the begin of the next
+    steps    of a stretch in BF16; the second half of them counts
+    margin   largest harmless difference of the loss: a share of it (0.25%), or nats (0.003). 0.25% is at least 0.003 nats, and other
+             shares in proportion
+    then     when the run is worse: `warn`; `stay`, in BF16 until the next check, which tries narrow again; `bf16` from there on, or
+             another wider recipe by its name
+
+Imports no torch, so the command line can refuse a bad value at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN, Evidence
+from narrowgauge.errors import ConfigError, closest
+
+KEYS = ("every", "steps", "margin", "then")
+WARN, STAY = "warn", "stay"
+FORM = "every=2000,steps=100,margin=0.25%,then=stay"
+NEXT_TO_NOTHING = 1e-12  # share of the loss, where the margin is in nats
+FEWEST = 2  # steps of a stretch: its second half has one
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """margin, least_margin: as `Evidence` takes them, a share of the loss, and nats."""
+
+    every: int = 2000
+    steps: int = 100
+    margin: float = MARGIN
+    least_margin: float = LEAST_MARGIN
+    then: str = WARN
+
+    def evidence(self) -> Evidence:
+        return Evidence(self.margin, self.least_margin)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the end of a stretch may become the run."""
+        return self.then != WARN
+
+    @property
+    def recipe(self) -> str:
+        """The one that a run that is worse gets for good, or ''."""
+        return "" if self.then in (WARN, STAY) else self.then
+
+    def begins(self, warmup_steps: int, steps: int) -> range:
+        """The steps after which checks begin, in a run of so many steps: none before warm-up has ended, none that the run would cut."""
+        first = -(-max(warmup_steps, 1) // self.every) * self.every
+        return range(first, steps - self.steps + 1, self.every)
+
+    def margin_words(self) -> str:
+        if self.margin == NEXT_TO_NOTHING:
+            return f"{self.least_margin:g} nats"
+        return f"{100 * self.margin:g} % of the loss, {self.least_margin:g} nats at least"
+
+
+def parse(text: str) -> GuardSettings | None:
+    """None for ''. Raises ConfigError for what is not of the form, with every reason."""
+    if not text.strip():
+        return None
+    found, wrong = _read(text)
+    if wrong:
+        raise ConfigError(f"guard = {text!r}: {' '.join(wrong)}")
+    return found
+
+
+def problems(text: str, steps: int, warmup_steps: int) -> Iterator[str]:
+    """What is wrong with the setting in a run of so many steps, in sentences; steps = 0: not known yet."""
+    if not text.strip():
+        return
+    found, wrong = _read(text)
+    yield from wrong
+    if wrong or not steps:
+        return
+    if found.steps > steps:
+        yield f"a stretch of {found.steps} steps is longer than the run of {steps}. Shorten it, or train longer."
+    elif not found.begins(warmup_steps, steps):
+        first = found.begins(warmup_steps, 2**62)[0]
+        yield (
+            f"no check would end within the run: the first one begins after step {first} (every {found.every} steps, after a warm-up of "
+            f"{warmup_steps}) and takes {found.steps}, and the run has {steps}. Check more often, or train longer."
+        )
+
+
+def _read(text: str) -> tuple[GuardSettings, list[str]]:
+    values: dict[str, str] = {}
+    wrong = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if key not in KEYS:
+            near = closest(key, KEYS, limit=1)
+            wrong.append(
+                f"{key!r} is none of {', '.join(map(repr, KEYS))}. {f'Closest: {near}. ' if near else ''}Write it as '{FORM}'."
+            )
+        elif key in values:
+            wrong.append(f"{key!r} is given twice. Keep one.")
+        elif not equals or not value:
+            wrong.append(f"{part!r} has no value. Write it as '{FORM}'.")
+        else:
+            values[key] = value
+    given: dict[str, int] = {}
+    for key, fewest in (("every", 1), ("steps", FEWEST)):
+        if key in values:
+            if re.fullmatch(r"[1-9]\d{0,9}", values[key]) and int(values[key]) >= fewest:
+                given[key] = int(values[key])
+            else:
+                wrong.append(
+                    f"{key} = {values[key]!r} is no number of steps of at least {fewest}. Write it as '{FORM}'."
+                )
+    margin, least, said = _margins(values.get("margin", ""))
+    wrong += said
+    if wrong:
+        return GuardSettings(), wrong
+    found = GuardSettings(**given, margin=margin, least_margin=least, then=values.get("then", WARN))
+    if found.steps > found.every:
+        wrong.append(
+            f"a stretch of {found.steps} steps is longer than its interval of {found.every}. Shorten steps, or raise every."
+        )
+    return found, wrong
+
+
+def _margins(text: str) -> tuple[float, float, list[str]]:
+    """Those of `Evidence`; problems."""
+    if not text:
+        return MARGIN, LEAST_MARGIN, []
+    number, percent = text.removesuffix("%").strip(), text.endswith("%")
+    value = float(number) if re.fullmatch(r"[-+]?\d{0,9}(\d|\.\d{1,12})", number) else 0.0
+    if value <= 0 or (percent and value >= 100):
+        form = "a share of the loss above 0 % and below 100 %, as 0.25%, or nats above 0, as 0.003"
+        why = "differences of sound runs are of the order of 0.001"
+        return MARGIN, LEAST_MARGIN, [f"margin = {text!r} is not {form}: {why}. Write such a number."]
+    if percent:
+        return value / 100, LEAST_MARGIN * value / 100 / MARGIN, []
+    return NEXT_TO_NOTHING, value, []

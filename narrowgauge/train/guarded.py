@@ -1,0 +1,378 @@
+"""The guard of a run: every so many steps BF16 goes on from its state on the batches that come next, and the run is judged against it.
+
+    after step k      the state is copied apart; BF16 takes `steps` steps (at the first check and every fourth once more, summed in another
+                      order); the state is put back, and the run goes on as if nothing had been (`stretch`)
+    step k + steps    the mean losses of both over the second half are compared; one number goes to `Evidence`, an event to metrics.jsonl
+
+When the run is worse, `then` decides. But for `warn` the end of the stretch becomes the run: it waits meanwhile as a checkpoint in
+RUN/guard, so that nothing is computed twice, and the log gets its steps in the place of the narrow ones (event `rewind`). After that the
+run is in BF16 until the next check, at which narrow numbers are tried again (`stay`), or it gets a wider recipe for good.
+
+What a check knows lies in each checkpoint of the run, so a run that is killed in it goes on as if it had not been.
+A check whose stretch a switch would cut begins after the switch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import statistics
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge import manifest, storage
+from narrowgauge.conversion import suspended
+from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits
+from narrowgauge.diagnose.format_text import percent, plural, size
+from narrowgauge.diagnose.guard.evidence import REFERENCE, WORSE, Verdict
+from narrowgauge.diagnose.guard.fork import NAME, fork_bytes, refuse_room
+from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
+from narrowgauge.diagnose.runs import decode, encode
+from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.train.checkpoint import state
+from narrowgauge.train.console import Console, clock, tell
+from narrowgauge.train.model import Stage, chosen_recipe, with_stage
+from narrowgauge.train.parallel import checkpoints
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.stretch import Stretch, taken, undone
+from narrowgauge.train.watch import Watch
+
+if TYPE_CHECKING:
+    from narrowgauge.train.trainer import Trainer
+
+CONTROL_EVERY = 4  # checks
+KEY = "guard"  # of what a checkpoint says of it
+
+
+@dataclass
+class Running:
+    """A check that has begun.
+
+    wide     the steps of the stretch, as the log of a run has them
+    lost     the step at which BF16 was not finite; 0: none
+    control  difference of two BF16 stretches, NaN where the second was not finite; None: there was no second
+    narrow   losses of the run since
+    spent_s  in the stretch; trained_s: of the run before it
+    """
+
+    begun: int
+    wide: list[dict[str, Any]]
+    lost: int = 0
+    control: float | None = None
+    narrow: list[float] = field(default_factory=list)
+    spent_s: float = 0.0
+    trained_s: float = 0.0
+
+
+class Guard(Watch):
+    """Of one run. settings: of its configuration."""
+
+    def __init__(self, trainer: Trainer, settings: GuardSettings) -> None:
+        self.trainer, self.settings = trainer, settings
+        self.evidence = settings.evidence()
+        self.known: Verdict | None = None
+        self.running: Running | None = None
+        self.switched: tuple[int, str] | None = None  # the step after which the recipe became a wider one, and its name
+        self.verdicts: list[str] = []
+        self.stretch_steps = 0  # that did not count
+        self.stretch_s = 0.0
+        self._wide = ExitStack()  # suspends the model while the run is in BF16
+        self.is_wide = False
+        self.where: str | Path = "host"
+        self.kept = trainer.folder.guard
+        self._refuse()
+
+    def _refuse(self) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if not any(_is_narrow(each) for each in trainer.model.modules()):
+            raise ConfigError(
+                f"guard = {config.guard!r}: no product of recipe {config.recipe!r} is narrower than 16 bits, so there is nothing to guard. "
+                "Remove guard, or name a narrow recipe."
+            )
+        if self.settings.recipe:
+            try:
+                self._stages(0, self.settings.recipe)
+            except ConfigError as error:
+                raise ConfigError(f"guard = {config.guard!r}: then = {self.settings.then!r}: {error}") from None
+
+    # --- when
+
+    def _begins_after(self, step: int) -> bool:
+        """Whether a check begins after this step."""
+        config, settings = self.trainer.config, self.settings
+        own = [start for start in settings.begins(config.warmup_steps, config.steps) if start <= step]
+        if not own or (self.switched is not None and settings.then == "bf16"):
+            return False
+        start = own[-1]
+        for stage in self.trainer.stages:
+            if start < stage.step <= start + settings.steps:
+                start = stage.step
+        return start == step and step + settings.steps <= config.steps
+
+    def _ends_after(self, step: int) -> bool:
+        return self.running is not None and step == self.running.begun + self.settings.steps
+
+    def reads_after(self, number: int) -> bool:
+        return self._begins_after(number) or self._ends_after(number)
+
+    # --- a check
+
+    def before_step(self, show: Console) -> None:
+        trainer, steps = self.trainer, self.settings.steps
+        if self.running is not None or not self._begins_after(trainer.step):
+            return
+        again = len(self.evidence.checks) % CONTROL_EVERY == 0
+        show.say(
+            f"step {trainer.step}: guard: {plural(steps, 'step')} in BF16 from here{', twice' if again else ''}{self._duration(again)}"
+        )
+        with undone(trainer, self.where):
+            wide = taken(trainer, steps)
+            self._count(wide)
+            if not wide.ended and not wide.lost and self.settings.keeps_reference:
+                checkpoints.save(self.kept, trainer.step, *trainer.collected(), 1, trainer.ranks)
+        if wide.ended:
+            return
+        running = Running(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
+        if again and not wide.lost:
+            with undone(trainer, self.where):
+                control = taken(trainer, steps, other_order=True)
+                self._count(control)
+            if control.ended:
+                return
+            running.control = _mean(control.losses, steps) - _mean(wide.losses, steps)
+        self.running = running
+        self._be_wide(False)  # narrow numbers are tried
+
+    def _count(self, found: Stretch) -> None:
+        self.stretch_steps += len(found.steps)
+        self.stretch_s += found.spent_s
+
+    def _duration(self, again: bool) -> str:
+        trainer = self.trainer
+        spent_s = trainer.trained_s / trainer.step * self.settings.steps * (1 + again)
+        return f", about {clock(spent_s)}"
+
+    def saw(self, number: int, loss: float) -> None:
+        if self.running is not None and number > self.running.begun:
+            self.running.narrow.append(loss)
+
+    def after_step(self, show: Console) -> None:
+        trainer, running, steps = self.trainer, self.running, self.settings.steps
+        if running is None or not self._ends_after(trainer.step):
+            return
+        self.running = None
+        wide, narrow = _mean([each["loss"] for each in running.wide], steps), _mean(running.narrow, steps)
+        self.known = verdict = self.evidence.add(narrow - wide, loss=wide, control=running.control)
+        self.verdicts.append(verdict.name)
+        then = self.settings.then if verdict.name == WORSE else ""
+        if then and self.switched is not None:
+            then = WARN  # it has the wider recipe already
+        if then and then != WARN:
+            self._become(running, show)
+        trainer.log.write(
+            "guard", trainer.step, begun=running.begun, steps=steps, wide=wide, narrow=narrow, then=then, lost=running.lost,
+            sentence=verdict.sentence, spent_s=running.spent_s, **verdict.event(),
+        )  # fmt: skip
+        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
+
+    def _follows(self, verdict: Verdict, then: str) -> str:
+        if verdict.name == REFERENCE:
+            return " Lower the learning rate, or look at the data of these steps."
+        if then == STAY:
+            return " The run goes on in BF16 until the next check."
+        if then == WARN:
+            return " Name a wider recipe, or let the guard act: then=stay."
+        return f" From here on the run has recipe {then}." if then else ""
+
+    # --- the reference becomes the run
+
+    def _become(self, running: Running, show: Console) -> None:
+        """The end of the stretch is the state of the run, and its steps stand in the log; what follows is in BF16, or in a wider recipe."""
+        trainer = self.trainer
+        try:
+            found, _ = checkpoints.newest_valid(
+                self.kept, lambda found: None, trainer.model, trainer.optimizer, trainer.ranks, trainer.numbers
+            )
+            why = (
+                ""
+                if found is not None and found.step == trainer.step
+                else f"{self.kept} holds none of step {trainer.step}"
+            )
+        except CheckpointError as error:
+            found, why = None, str(error)
+        if found is None or why:
+            show.say(f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps.")
+        else:
+            trainer.take_up(found)
+            if trainer.decision is not None:
+                trainer.decision = trainer.new_decision()
+            self._log_reference(running)
+        if self.settings.recipe:
+            self.switched = (trainer.step, self.settings.recipe)
+            trainer.stages = self._stages(*self.switched)
+            self.evidence = self.settings.evidence()  # of another recipe nothing is known
+        else:
+            self._be_wide(True)
+
+    def _log_reference(self, running: Running) -> None:
+        """Its steps in the place of those of the run, with their time."""
+        trainer, per_step_s = self.trainer, running.spent_s / len(running.wide)
+        trainer.log.write("rewind", running.begun, steps=len(running.wide), why="guard")
+        trainer.trained_s = running.trained_s
+        for number, each in enumerate(running.wide, running.begun + 1):
+            trainer.trained_s += per_step_s
+            clocks = {"tokens_per_s": each["inputs"] / per_step_s, "elapsed_s": trainer.trained_s, "peak_bytes": 0}
+            trainer.log.write("step", number, **each, **clocks)
+
+    def _be_wide(self, wide: bool) -> None:
+        if wide and not self.is_wide:
+            self._wide.enter_context(suspended(self.trainer.model))
+        elif not wide:
+            self._wide.close()
+        self.is_wide = wide
+
+    def _stages(self, after: int, name: str) -> list[Stage]:
+        """With the wider recipe for all layers after that step, as by the setting `switch`."""
+        trainer = self.trainer
+        recipe = chosen_recipe(trainer.config, name)
+        return with_stage(trainer.stages, trainer.model, recipe, after, f"guard: {name}@{after}")
+
+    # --- checkpoints
+
+    def facts(self) -> dict[str, Any]:
+        """As text, since a reference may have diverged, and JSON has no infinity."""
+        running = (
+            None
+            if self.running is None
+            else {**asdict(self.running), "every": self.settings.every, "steps": self.settings.steps}
+        )
+        known = {
+            "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
+            "switched": self.switched, "stretch_steps": self.stretch_steps, "stretch_s": self.stretch_s,
+        }  # fmt: skip
+        return {KEY: encode(known)}
+
+    def prepare(self, facts: Mapping[str, Any]) -> None:
+        if (switched := known_of(facts).get("switched")) is not None:
+            self.trainer.stages = self._stages(*switched)
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        known = known_of(facts)
+        if not known:
+            return
+        self.switched = known["switched"] and tuple(known["switched"])
+        self.verdicts, self.stretch_steps, self.stretch_s = (
+            known[key] for key in ("verdicts", "stretch_steps", "stretch_s")
+        )
+        self.evidence.load_state_dict(known["checks"])
+        self.known = self.evidence.verdict() if self.evidence.checks else None
+        self._be_wide(known["wide"])
+        running = known["running"]
+        if running and (running.pop("every"), running.pop("steps")) == (self.settings.every, self.settings.steps):
+            self.running = Running(**running)
+        elif running:
+            tell("Note: the check that was under way is dropped, since the guard has other steps now.")
+
+    def saved(self) -> None:
+        """A checkpoint of the run no longer needs what waited for the end of a check."""
+        if self.running is None and self.trainer.ranks.is_first and self.kept.exists():
+            with storage.refusals("remove", self.kept):
+                shutil.rmtree(self.kept)
+
+    # --- words
+
+    def announce(self, show: Console) -> None:
+        """What the guard will do and what that takes; raises where there is no room for it."""
+        trainer, settings = self.trainer, self.settings
+        nbytes = fork_bytes(trainer.model, trainer.optimizer)
+        self.where = place_of_copy(nbytes, trainer.folder.path, trainer.ranks)
+        place = "the host's memory" if self.where == "host" else f"{self.where}, since the host has no room"
+        kept = ""
+        if settings.keeps_reference:
+            storage.require_space(trainer.folder.path, 1.2 * nbytes, "the end of a stretch of the guard")
+            kept = f", and as much in {self.kept} until the check has ended"
+        config = trainer.config
+        begins = settings.begins(config.warmup_steps, config.steps)
+        show.say(
+            f"Guard: {plural(len(begins), 'check')} of {plural(settings.steps, 'step')} in BF16, after step {begins[0]} and every "
+            f"{settings.every}; margin {settings.margin_words()}; then {settings.then}. "
+            f"In a check {size(nbytes)} of state wait in {place}{kept}."
+        )
+
+    def last_words(self) -> str:
+        done, steps = len(self.verdicts), self.trainer.step
+        if self.known is None or not done:
+            return "Guard: no check has ended."
+        worse = self.verdicts.count(WORSE)
+        said = f", {worse} of them alarms" if worse else ", no alarm"
+        cost = f"{plural(self.stretch_steps, 'step')} that did not count, {percent(self.stretch_steps / steps)} of the run's {steps}"
+        return f"Guard: {self.known.sentence} {plural(done, 'check')}{said}; {cost}."
+
+
+class Unguarded(Watch):
+    """A run without a guard, which may have had one: the recipe that it was given stays."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._before: dict[str, Any] = {}
+
+    def prepare(self, facts: Mapping[str, Any]) -> None:
+        known = known_of(facts)
+        if known.get("wide"):
+            raise ConfigError(
+                f"output = {self.trainer.config.output!r}: the guard of this run has put it into BF16 until its next check. Resume with "
+                "--guard as it was, as --guard then=stay with its other keys."
+            )
+        if (switched := known.get("switched")) is not None:
+            step, name = switched
+            recipe = chosen_recipe(self.trainer.config, name)
+            self.trainer.stages = with_stage(
+                self.trainer.stages, self.trainer.model, recipe, step, f"guard: {name}@{step}"
+            )
+            self._before = {KEY: facts[KEY]}
+
+    def facts(self) -> dict[str, Any]:
+        return self._before
+
+
+def watch_of(trainer: Trainer) -> Watch:
+    settings = parse(trainer.config.guard)
+    return Unguarded(trainer) if settings is None else Guard(trainer, settings)
+
+
+def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a guard wrote into the facts of a checkpoint; {} without one."""
+    if KEY not in facts:
+        return {}
+    with state.unusable(f"{manifest.FACTS}: {KEY}"):
+        return decode(facts[KEY])
+
+
+def place_of_copy(nbytes: int, folder: Path, ranks: Ranks) -> str | Path:
+    """Where a copy of the state waits: "host" or the folder of the run. Raises StorageError where neither has room.
+
+    All ranks of a machine need theirs at once.
+    """
+    total = nbytes * (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks.world > 1 else 1)
+    try:
+        refuse_room(total, "host", NAME)
+    except OutOfMemoryError:
+        refuse_room(total, folder, NAME)
+        return folder
+    return "host"
+
+
+def _mean(losses: list[float], steps: int) -> float:
+    """Over the second half of a stretch of so many steps; NaN if it ended before."""
+    return statistics.fmean(losses[steps // 2 :]) if len(losses) == steps else math.nan
+
+
+def _is_narrow(module: Any) -> bool:
+    """Whether a layer computes a product on narrow numbers."""
+    recipe = module.recipe if isinstance(module, QLinear) else None
+    return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())

@@ -1,0 +1,265 @@
+"""Steps of a run that do not count: taken from its present state on the batches that come next, and undone to the bit.
+
+    with undone(trainer):                          what a step changes is put back at the end, whatever happens
+        wide = taken(trainer, 100)                 in BF16 (`suspended`)
+    with undone(trainer):
+        again = taken(trainer, 100, other_order=True)          the same in another order of summation: a control
+    found = stretch(trainer, 100, lambda model: switched(model, "bf16", "layers.1.down_proj", ["grad_weight"]))
+                                                   both in one, under another change of the model (`conversion.switching`)
+
+Nothing is logged. A step is the run's own: its batch, its learning rate, its clipping, its loss scale. Put back are weights, optimizer,
+recipes' state, loss scale and generators (`Fork`), the position in the data, what ranks count together, and how many steps were skipped.
+Steps that a GPU was given and the host has not read (`pending`) must be read before.
+
+Where a number is not finite a stretch ends as a run would: `Stretch.lost` says at which step. A request to stop ends it too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.conversion import suspended
+from narrowgauge.data import IGNORED
+from narrowgauge.diagnose.guard.fork import Fork
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.train import launches, step, stepping
+from narrowgauge.train.loss import Batch, learning_rate
+from narrowgauge.train.parallel.step import agreed, targets_of_ranks
+from narrowgauge.train.pending import MOST, fetched
+
+if TYPE_CHECKING:
+    from narrowgauge.train.trainer import Trainer
+
+Change = Callable[[nn.Module], AbstractContextManager[Any]]  # what is different inside a stretch, as `suspended`
+
+
+@dataclass
+class Stretch:
+    """What was seen.
+
+    begun  the step after which it began
+    steps  of each step what the log of a run says: `loss`, `grad_norm`, `lr`, `tokens`, ...; and `inputs`, tokens that the model read
+    lost   the step at which loss or norm were not finite, and nothing went on; 0: none
+    ended  '' or why it ended before its last step: a request to stop
+    """
+
+    begun: int
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    lost: int = 0
+    ended: str = ""
+    spent_s: float = 0.0
+
+    @property
+    def losses(self) -> list[float]:
+        return [each["loss"] for each in self.steps]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [each["grad_norm"] for each in self.steps]
+
+
+def stretch(
+    trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False, where: str | Path = "host"
+) -> Stretch:
+    """So many optimizer steps from the present state under a change of the model; afterwards all is as it was, to the bit."""
+    with undone(trainer, where):
+        return taken(trainer, steps, change, other_order=other_order)
+
+
+def refuse(trainer: Trainer, steps: int) -> None:
+    """ConfigError where a run cannot take such a stretch, in words."""
+    config = trainer.config
+    if config.cuda_graph:
+        raise ConfigError(
+            "a stretch of steps that do not count: cuda_graph = true replays the products of the recipe, and graphs of others would want "
+            "memory of their own. Train without --cuda-graph."
+        )
+    if trainer.step + steps > config.steps:
+        raise ConfigError(
+            f"a stretch of {steps} steps from step {trainer.step}: the run has {config.steps} steps. Take a shorter one."
+        )
+    if trainer.pending is not None and trainer.pending.steps:
+        raise ConfigError(
+            f"a stretch from step {trainer.step}: {len(trainer.pending.steps)} steps were launched and not read. Read them first."
+        )
+
+
+@contextmanager
+def undone(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
+    """What steps change inside the block is put back at its end, also where it raises. where: as `Fork` keeps its copy meanwhile."""
+    before = _Before.of(trainer, where)
+    trainer.pending = None
+    if trainer.decision is not None:
+        trainer.decision = trainer.new_decision()
+    try:
+        yield
+    finally:
+        before.put_back(trainer)
+
+
+def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> Stretch:
+    """The steps, which stay. Inside `undone`."""
+    refuse(trainer, steps)
+    began_at_s = time.monotonic()
+    found, readings = Stretch(trainer.step), list[Tensor]()
+    is_halved = other_order and trainer.stepping is not None
+    with change(trainer.model), _summed_in_halves(trainer) if is_halved else nullcontext():
+        for number in range(trainer.step + 1, trainer.step + steps + 1):
+            if trainer.stop.requested:
+                found.ended = f"a request to stop ({trainer.stop.requested})"
+                break
+            readings.append(_step(trainer, number, other_order, found))
+            if len(readings) == MOST or trainer.decision is None or number == found.begun + steps:
+                _read(trainer, readings, found)
+            if found.lost:
+                break
+        _read(trainer, readings, found)
+    trainer.optimizer.zero_grad()
+    found.spent_s = time.monotonic() - began_at_s
+    return found
+
+
+def _step(trainer: Trainer, number: int, other_order: bool, found: Stretch) -> Tensor:
+    """One step; what it says but loss and norm goes to `found`, and the readings of these are returned."""
+    trainer.ranks.place = f"step {number} of a stretch that does not count"
+    drawn = trainer.feed.draw(trainer.step)
+    targets, facts = targets_of_ranks(drawn, number, trainer.stop, trainer.ranks)
+    batches = _in_other_order(trainer, drawn.batches) if other_order else drawn.batches
+    lr = learning_rate(trainer.config, number)
+    launches.set_learning_rate(trainer.optimizer, lr)
+    take = trainer.gradient if trainer.stepping is None else partial(_in_backward, trainer)
+    readings = take(batches, targets)
+    found.steps.append({"lr": lr, "tokens": targets, **facts, "inputs": drawn.inputs})
+    if trainer.decision is not None:
+        trainer.decision.see(readings)
+    elif not bool(readings.isfinite().all()) and trainer.scaler is None:
+        return readings  # nothing has changed; the reading ends the stretch
+    advance = partial(trainer.parallel.advance, trainer.model)
+    step.update(trainer.optimizer, trainer.scaler, advance, trainer.decision)
+    trainer.step = number
+    return readings
+
+
+def _read(trainer: Trainer, readings: list[Tensor], found: Stretch) -> None:
+    """Losses and norms of the steps since the last reading; finds the one at which a run would have ended."""
+    if not readings:
+        return
+    numbers, sizes = fetched(torch.cat(readings)), [len(each) for each in readings]
+    first = len(found.steps) - len(readings)
+    readings.clear()
+    norms = []
+    for place, size in enumerate(sizes, first):
+        *losses, norm = (numbers.pop(0) for _ in range(size))
+        trainer.ranks.place = f"step {found.begun + place + 1} of a stretch that does not count"
+        loss, norm = agreed(losses, norm, trainer.ranks)
+        norms.append(norm)
+        found.steps[place] = {"loss": loss, "grad_norm": norm, **found.steps[place]}
+        if not found.lost and not trainer.is_fine(loss, norm):
+            found.lost = found.begun + place + 1
+    if trainer.decision is not None and isinstance(trainer.optimizer, NarrowOptimizer):
+        trainer.optimizer.settle([not math.isfinite(norm) for norm in norms])
+    if found.lost:
+        del found.steps[found.lost - found.begun :]
+
+
+def _in_backward(trainer: Trainer, batches: list[Batch], targets: int) -> Tensor:
+    """The readings of a step whose parameters step in its backward pass."""
+    inside = trainer.stepping
+    assert inside is not None
+
+    def backward() -> Tensor:
+        trainer.parallel.follows(True)
+        return torch.stack([trainer.backward(trainer.objective, batch, targets) for batch in batches])
+
+    losses = stepping.take(inside, backward, lambda _: trainer.repeat_draws())
+    inside.end_step()
+    norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
+    return torch.cat((losses, norm[None]))
+
+
+# Another order of summation
+
+
+def _in_other_order(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
+    """The micro-batches of a step as twice as many, half of one each; stages of a pipeline take as many as ever, in the reverse order."""
+    if trainer.parallel.pipeline is not None:
+        return [{name: each.flip(0) for name, each in batch.items()} for batch in reversed(batches)]
+    if trainer.stepping is not None:  # which counts backward passes: a pass sums both halves
+        return batches
+    return [half for batch in batches for half in _halves(batch, may_cut=not trainer.config.compile)]
+
+
+def _halves(batch: Batch, may_cut: bool) -> list[Batch]:
+    """Rows in two parts; where shapes have to stay, or there is one row, two copies that learn from a half of the targets each."""
+    labels = batch["labels"]
+    middle = len(labels) // 2
+    if may_cut and middle:
+        return [{name: each[part] for name, each in batch.items()} for part in (slice(middle), slice(middle, None))]
+    is_first = torch.arange(labels.numel()).view(labels.shape) < labels.numel() // 2
+    return [batch | {"labels": labels.where(mask, IGNORED)} for mask in (is_first, ~is_first)]
+
+
+@contextmanager
+def _summed_in_halves(trainer: Trainer) -> Iterator[None]:
+    """Inside the block the loss of a micro-batch is the sum of its halves', in one backward pass."""
+    whole: Any = trainer.objective
+
+    def halved(batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
+        first, second = (whole(half, device, checked=checked) for half in _halves(batch, may_cut=True))
+        return cast(Tensor, first + second)
+
+    trainer.objective = cast(Any, halved)
+    try:
+        yield
+    finally:
+        trainer.objective = whole
+
+
+# What is put back
+
+
+@dataclass
+class _Before:
+    """A run as it was."""
+
+    fork: Fork
+    step: int
+    saved_step: int
+    skipped_steps: int
+    place: str
+    position: dict[str, Any]
+    agreements: list[tuple[dict[str, Any], int]]
+    pending: Any
+    decision: Any
+
+    @classmethod
+    def of(cls, trainer: Trainer, where: str | Path) -> _Before:
+        return cls(
+            Fork.take(trainer.model, trainer.optimizer, trainer.scaler, where),
+            trainer.step, trainer.saved_step, trainer.skipped_steps, trainer.ranks.place, trainer.feed.state(),
+            [(each.state_dict(), each.micro_batch) for each in trainer.parallel.agreements], trainer.pending, trainer.decision,
+        )  # fmt: skip
+
+    def put_back(self, trainer: Trainer) -> None:
+        trainer.optimizer.zero_grad()
+        self.fork.restore()
+        trainer.step, trainer.saved_step, trainer.skipped_steps = self.step, self.saved_step, self.skipped_steps
+        trainer.ranks.place = self.place
+        trainer.feed.restore(self.position)
+        for agreement, (counted, micro_batch) in zip(trainer.parallel.agreements, self.agreements, strict=True):
+            agreement.load_state_dict(counted)
+            agreement.micro_batch = micro_batch
+        trainer.pending, trainer.decision = self.pending, self.decision
+        if trainer.pending is not None:
+            trainer.pending.forget_windows()
