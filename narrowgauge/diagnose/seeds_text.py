@@ -49,8 +49,8 @@ def number(value: float, places: int) -> str:
 
 
 def sentences(verdict: Verdict) -> str:
-    """The verdict with its numbers and limits."""
-    parts = [*_about_failures(verdict), _about_difference(verdict), _about_margin(verdict), about_own_interval(verdict)]
+    """The verdict with its numbers and limits; `about_own_interval` goes beside it."""
+    parts = [*_about_failures(verdict), _about_difference(verdict), _about_margin(verdict)]
     return " ".join(filter(None, parts))
 
 

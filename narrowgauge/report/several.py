@@ -22,12 +22,12 @@ from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
 from narrowgauge.diagnose.seeds import Margin, Verdict
 from narrowgauge.errors import ConfigError
-from narrowgauge.report.groups import Gathered, final, gather, metrics_of, seed_of
+from narrowgauge.report.groups import Gathered, final, gather, seed_of
 from narrowgauge.report.run_data import Recorded
 
 try:
-    from narrowgauge.report import cards, several_figures
-    from narrowgauge.report.page import environment, smoothing_radius
+    from narrowgauge.report import cards, several_curves, several_figures
+    from narrowgauge.report.page import environment
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy") from error
 
@@ -104,7 +104,7 @@ def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:
         "axis": several_figures.axis(*axis_of(verdicts)) if verdicts else "",
         "margin": margin_words(found, verdicts),
         "legend": [(place % len(several_figures.SERIES), group.name) for place, group in enumerate(found.groups)],
-        "figures": [*loss_figures(found), *metric_figures(found), *difference_figures(found)],
+        "figures": list(several_curves.figures(found)),
         "costs": costs(found),
         "runs": [run_row(found, each) for each in found.runs],
         "apart": found.apart,
@@ -123,16 +123,16 @@ def title(found: Gathered) -> str:
 
 def notice(verdict: Verdict) -> dict[str, str]:
     return {
-        "kind": KINDS[verdict.name], "heading": f"{verdict.runs.name}: {seeds_text.heading(verdict)}", "text": seeds_text.sentences(verdict)
-    }  # fmt: skip
+        "kind": KINDS[verdict.name],
+        "heading": f"{verdict.runs.name}: {seeds_text.heading(verdict)}",
+        "text": seeds_text.sentences(verdict),
+        "more": seeds_text.about_own_interval(verdict),
+    }
 
 
 def pair_notice(found: Gathered) -> dict[str, str]:
-    return {
-        "kind": "open",
-        "heading": f"Nothing to judge against {found.groups[0].name}",
-        "text": "No other recipe was trained on its batches.",
-    }
+    heading = f"Nothing to judge against {found.groups[0].name}"
+    return {"kind": "open", "heading": heading, "text": "No other recipe was trained on its batches.", "more": ""}
 
 
 def margin_words(found: Gathered, verdicts: Sequence[Verdict]) -> str:
@@ -209,72 +209,6 @@ def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
             f"Seeds were added after a look at the results ({', then '.join(map(str, looks))}): who adds seeds until a verdict pleases "
             f"errs more often than in 5{PERCENT}."
         )
-
-
-# Curves
-
-
-def loss_figures(found: Gathered) -> Iterator[dict[str, str]]:
-    lines, validation = [], []
-    for place, group in enumerate(found.groups):
-        smoothed = [
-            compare.smooth([(step["step"], step["loss"]) for step in each.of("step")], smoothing_radius(each))
-            for each in group.runs
-        ]
-        if all(smoothed):
-            lines.append(several_figures.mean_line(place, smoothed))
-        if all(evaluated := [compare.evaluations(each.events) for each in group.runs]):
-            validation.append(several_figures.mean_line(place, evaluated, is_dotted=True))
-    unit = cards.unit(found.runs[0]).replace("/", " per ")
-    if lines:
-        text = several_figures.curves(lines, "training", f"training loss, {unit}", "Training loss over the steps")
-        yield {"heading": "Training loss", "svg": text, "caption": "Smoothed; the mean over the runs of each recipe."}
-    if validation:
-        text = several_figures.curves(
-            validation, "validation", f"validation loss, {unit}", "Validation loss over the steps"
-        )
-        yield {"heading": "Validation loss", "svg": text, "caption": "On held-out data, the same for all runs."}
-
-
-def metric_figures(found: Gathered) -> Iterator[dict[str, str]]:
-    for metric in metrics_of(found.runs):
-        if metric != "loss":
-            lines = [
-                several_figures.mean_line(place, [cards.points(each, metric) for each in group.runs], is_dotted=True)
-                for place, group in enumerate(found.groups)
-            ]
-            name = cards.NAMES.get(metric, metric)
-            text = several_figures.curves(
-                lines, f"metric-{metric}", f"{name} on the validation data", f"{name} over the steps"
-            )
-            yield {"heading": name[:1].upper() + name[1:], "svg": text, "caption": ""}
-
-
-def difference_figures(found: Gathered) -> Iterator[dict[str, str]]:
-    """Paired by seed: of the judged metric at each evaluation."""
-    reference = {seed_of(each): dict(cards.points(each, found.metric)) for each in found.groups[0].runs}
-    lines = []
-    for place, group in enumerate(found.groups[1:], start=1):
-        pairs = (
-            []
-            if group.reason
-            else [(each, reference[seed_of(each)]) for each in group.runs if seed_of(each) in reference]
-        )
-        curves = [
-            [(step, value - theirs[step]) for step, value in cards.points(each, found.metric) if step in theirs]
-            for each, theirs in pairs
-        ]
-        if curves and all(curves):
-            lines.append(several_figures.mean_line(place, curves, is_dotted=True))
-    if lines:
-        name = found.groups[0].name
-        label = f"{cards.NAMES.get(found.metric, found.metric)} minus the reference’s, mean of pairs"
-        text = several_figures.curves(lines, "differences", label, "Paired differences over the steps", zero=True)
-        caption = (
-            f"Each run minus the run of {name} of the same seed, which saw the same batches; the band is the 95{PERCENT} interval of the "
-            "mean over pairs at that step by itself. Of many steps some lie outside by chance: the verdict is on the last alone."
-        )
-        yield {"heading": f"Difference from {name}", "svg": text, "caption": caption}
 
 
 # Costs and runs

@@ -168,7 +168,7 @@ def axis(ends: tuple[float, float], margin: float | None) -> str:
     with row((STRIP[0], AXIS), ends) as (figure, axes):
         axes.axhline(0.98, color=THEME["rule"], linewidth=1)
         for value in MaxNLocator(4, steps=(1, 2, 5, 10), symmetric=True).tick_values(*ends):
-            if ends[0] < value < ends[1]:
+            if 0.86 * ends[0] < value < 0.86 * ends[1]:  # the label stays inside
                 axes.plot([value, value], [0.98, 0.8], color=THEME["rule"], linewidth=1)
                 text = true_minus(f"{value:+.4g}") if abs(value) > 1e-12 else "0"
                 axes.text(value, 0.08, text, color=THEME["muted"], fontsize=11, ha="center")

@@ -121,7 +121,7 @@ def test_the_references_own_interval_is_that_of_one_seed_more():
     assert (
         outside.inside is False
         and outside.inside_count == 0
-        and "is outside; 0 of its 5 runs" in seeds_text.sentences(outside)
+        and "is outside; 0 of its 5 runs" in seeds_text.about_own_interval(outside)
     )
 
 

@@ -168,7 +168,9 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
         log.write("study", facts["steps"], metric=found.metric, reference=found.groups[0].name, verdicts=numbers)
         log.sync()
     for each in verdicts:
-        print(f"{each.runs.name}: {seeds_text.heading(each)}. {seeds_text.sentences(each)}")
+        print(
+            f"{each.runs.name}: {seeds_text.heading(each)}. {seeds_text.sentences(each)} {seeds_text.about_own_interval(each)}"
+        )
     for words in several.limits(found, facts):
         print(words)
     tell(f"Report: {several.write(found, folder.path / 'report.html', facts)}")
