@@ -15,12 +15,12 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks import translate
 from benchmarks.harness import RESULTS, record
@@ -60,19 +60,15 @@ def main() -> None:
     study = folder / "study"
     asked = [str(file), f"--recipes={','.join(options.recipes)}", f"--seeds={options.seeds}", f"--output={study}"]
     command = [sys.executable, "-m", "narrowgauge", "study", *asked]
-    started_at_s, kills = time.monotonic(), list(killed(command, study, options.kills, random.Random(0)))
+    kill(command, study, options.kills, random.Random(0))
     subprocess.run(command, check=True)
-    spent_s = time.monotonic() - started_at_s
-    same = same_without_a_kill(study, folder, kills)
+    logs = sorted(study.glob("*-seed*/metrics.jsonl"))
+    resumed = {path.parent.name: steps for path in logs if (steps := resumptions(path))}
+    same = same_without_a_kill(study, folder, next(iter(resumed), ""))
     event = [event for event in read_metrics(study / "metrics.jsonl") if event["event"] == "study"][-1]
     shown = {"steps": options.steps, "pairs": options.pairs, "study": ["narrowgauge", "study", *asked]}
-    about = {
-        "metric": event["metric"],
-        "reference": event["reference"],
-        "kills": kills,
-        "same_losses_without_a_kill": same,
-        "wall_s": spent_s,
-    }
+    about = {"metric": event["metric"], "reference": event["reference"], "resumed": resumed}
+    about |= {"same_losses_without_a_kill": same, "train_s": sum(map(trained_s, logs))}
     record("study_translation", [row | about | {"settings": shown} for row in event["verdicts"]], options.results)
 
 
@@ -110,25 +106,30 @@ def prepare(data: Path, folder: Path, pairs: int) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
-def killed(command: list[str], study: Path, kills: int, rng: random.Random) -> Any:
-    """Starts the study and kills it, or one of its runs, some seconds after runs have begun; what was killed."""
+def kill(command: list[str], study: Path, kills: int, rng: random.Random) -> None:
+    """Starts the study so many times, and kills it, or one of its runs and then it, some seconds later; a finished one ends before."""
     for _ in range(kills):
         process = subprocess.Popen(command)
-        wait_s, of_run = rng.uniform(25.0, 60.0), rng.random() < 0.5
-        until_s = time.monotonic() + wait_s
+        until_s, of_run = time.monotonic() + rng.uniform(30.0, 60.0), rng.random() < 0.5
         while time.monotonic() < until_s and process.poll() is None:
             time.sleep(0.2)
         found = holders(study)
-        if process.poll() is not None or not found:
-            process.wait()
-            continue
-        name, pid = rng.choice(found)
-        os.kill(pid if of_run else process.pid, signal.SIGKILL)
-        if of_run:  # the study goes on, and starts the run again; then it goes too
-            time.sleep(rng.uniform(5.0, 15.0))
-            process.kill()
+        if of_run and found and process.poll() is None:
+            os.kill(rng.choice(found)[1], signal.SIGKILL)
+            time.sleep(rng.uniform(5.0, 15.0))  # the study starts that run again
+        process.kill()
         process.wait()
-        yield {"victim": "run and study" if of_run else "study", "run": name, "after_s": round(wait_s, 1)}
+
+
+def resumptions(log: Path) -> list[int]:
+    """The steps that a run went on from, by the lines of its log: a later resumption hides those before."""
+    lines = map(json.loads, log.read_text(encoding="utf-8").splitlines())
+    return [event["step"] for event in lines if event["event"] == "resume"]
+
+
+def trained_s(log: Path) -> float:
+    """Seconds that a run spent in its steps."""
+    return float(max((event["elapsed_s"] for event in read_metrics(log) if event["event"] == "step"), default=0.0))
 
 
 def holders(study: Path) -> list[tuple[str, int]]:
@@ -144,12 +145,12 @@ def holders(study: Path) -> list[tuple[str, int]]:
     return found
 
 
-def same_without_a_kill(study: Path, folder: Path, kills: list[dict[str, Any]]) -> bool | None:
-    """Whether a killed run has the losses of one that was not; None if none was killed."""
-    if not kills:
+def same_without_a_kill(study: Path, folder: Path, name: str) -> bool | None:
+    """Whether a run that was killed has the losses of one that was not; None if none was killed."""
+    if not name:
         return None
-    name = kills[0]["run"]
     again = folder / "again"
+    shutil.rmtree(again, ignore_errors=True)
     text = (study / name / "asked.toml").read_text(encoding="utf-8").replace(str(study / name), str(again))
     (folder / "again.toml").write_text(text, encoding="utf-8")
     subprocess.run([sys.executable, "-m", "narrowgauge", "train", str(folder / "again.toml")], check=True)
