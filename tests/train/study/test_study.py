@@ -14,12 +14,11 @@ import pytest
 
 from narrowgauge.cli import main
 from narrowgauge.diagnose.runs import read_metrics
-from narrowgauge.train import loop
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.study import runner
 from narrowgauge.train.study.plan import Study
-from tests.processes import ROOT
+from tests.processes import ROOT, run_ok
 from tests.train import tiny
 
 pytestmark = pytest.mark.slow
@@ -73,10 +72,9 @@ def test_killed_and_stopped_studies_end_as_undisturbed_runs(file, tmp_path):
     assert second.wait() == 130
     assert main(command(file, study)) == 0
     for recipe in ("bf16", "fp8-current"):
-        folder = study / f"{recipe}-seed1"
-        asked = toml.load(folder / "asked.toml")
-        alone = tmp_path / f"alone-{recipe}"
-        assert loop.run(replace(asked, output=str(alone))) == 0
+        folder, alone = study / f"{recipe}-seed0", tmp_path / f"alone-{recipe}"
+        assert any(event["event"] == "resume" for event in read_metrics(folder / "metrics.jsonl"))
+        run_ok([sys.executable, "-m", "narrowgauge", "train", folder / "asked.toml", f"--output={alone}"])
         assert losses(folder) == losses(alone) and tiny.digests(folder) == tiny.digests(alone)
     [event] = [event for event in read_metrics(study / "metrics.jsonl") if event["event"] == "study"]
     [verdict] = event["verdicts"]
