@@ -90,7 +90,7 @@ def _about_margin(verdict: Verdict) -> str:
     if margin is None or verdict.half_width is None:
         return ""
     share = (
-        f", {100 * verdict.margin.value:g}{PERCENT} of {verdict.reference.name}’s mean"
+        f" ({100 * verdict.margin.value:g}{PERCENT} of {verdict.reference.name}’s mean)"
         if verdict.margin.is_share
         else ""
     )
@@ -116,10 +116,11 @@ def _about_need(verdict: Verdict) -> str:
     if verdict.needed is None or verdict.mean is None:
         return ""
     none, observed = (f"more than {MOST:,}" if each is None else f"about {each:,}" for each in verdict.needed)
-    return (
-        f" At this spread, which {plural(len(verdict.seeds), 'pair')} know only roughly, {none} seeds tell with 80{PERCENT} power if "
-        f"there is no true difference, and {observed} if it is the one that was seen."
-    )
+    if none == observed:
+        said = f"{none} seeds tell with 80{PERCENT} power if there is no true difference, or the one that was seen"
+    else:
+        said = f"{none} seeds tell with 80{PERCENT} power if there is no true difference, and {observed} if it is the one that was seen"
+    return f" At this spread, which {plural(len(verdict.seeds), 'pair')} know only roughly, {said}."
 
 
 def about_own_interval(verdict: Verdict) -> str:

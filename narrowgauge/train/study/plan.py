@@ -9,7 +9,7 @@
       report.html          one page
 
 A seed gives every recipe the same first weights and the same batches. The reference has its recipe everywhere; patterns of `recipes`,
-`switch` and `save` are of the others. A folder may get more seeds and more recipes, and never fewer: what was seen is not left out.
+`switch`, `save` and `guard` are of the others. A folder may get more seeds and recipes, and never fewer: what was seen is not left out.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Study:
             device=device or self.config.device,
         )  # fmt: skip
         if job.recipe == self.recipes[0]:
-            config = replace(config, layers_recipe={}, switch="", save="")
+            config = replace(config, layers_recipe={}, switch="", save="", guard="")
         return resolved(config)
 
 

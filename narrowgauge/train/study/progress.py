@@ -22,6 +22,7 @@ from narrowgauge.train.study.plan import Job
 
 TAIL_BYTES = 2**16
 EVERY_S = 30.0  # between lines, where there is no terminal
+BAR_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Progress:
         self._began_at_s: dict[
             str, tuple[float, float]
         ] = {}  # (clock, seconds of training so far) when a run was first seen to go on
+        self._ended: dict[str, Reached] = {}  # what a run has reached that does not go on
         self._beside_s: list[float] = []  # what runs took beside their steps
         self._bar: Any = _bar(steps * len(jobs)) if sys.stderr.isatty() else None
 
@@ -85,7 +87,7 @@ class Progress:
 
     def peak_bytes(self) -> int | None:
         """The largest of all runs so far; None if none was measured yet."""
-        return max((reached(job).peak_bytes for job in self.jobs), default=0) or None
+        return max((self._reached(job).peak_bytes for job in self.jobs), default=0) or None
 
     def end(self, job: Job, why: str) -> None:
         """A run has ended: '' or why it failed."""
@@ -99,10 +101,10 @@ class Progress:
         for job in running:
             if job.name not in self._began_at_s:
                 self._began_at_s[job.name] = (now_s, reached(job).elapsed_s)
-        if self._bar is None and now_s - self._said_at_s < EVERY_S:
+        if now_s - self._said_at_s < (BAR_EVERY_S if self._bar else EVERY_S):
             return
         self._said_at_s = now_s
-        found = {job.name: reached(job) for job in self.jobs}
+        found = {job.name: self._reached(job) for job in self.jobs}
         done = sum(self.steps if job.name in self.over else min(found[job.name].step, self.steps) for job in self.jobs)
         left = clock(self.left_s(found)) if any(each.elapsed_s for each in found.values()) else "?"
         words = "; ".join(f"{job.name}: step {found[job.name].step}" for job in running) or "-"
@@ -111,6 +113,14 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=done, description=words, count=count, left=left)
         else:
             tell(f"{count} | {words} | {left} left")
+
+    def _reached(self, job: Job) -> Reached:
+        if job.name not in self._ended:
+            found = reached(job)
+            if job.name not in self.over:
+                return found
+            self._ended[job.name] = found
+        return self._ended[job.name]
 
     def left_s(self, found: Mapping[str, Reached]) -> float:
         paces: dict[str, list[float]] = {}
