@@ -193,7 +193,7 @@ def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
             "A seed changes first weights, order of the data and stochastic rounding; data and evaluation are the same for all. So "
             "intervals and verdicts are of seeds, and say nothing of other data, larger models or longer training."
         )
-    if len(verdicts) > 1:
+    if len(verdicts) > 1 and any(each.holds_together is not None for each in verdicts):
         lost = [each.runs.name for each in verdicts if each.holds_together is False]
         holds = f"the verdicts on {', '.join(lost)} do not hold then" if lost else "every verdict holds then as well"
         yield (
@@ -236,7 +236,9 @@ def run_row(found: Gathered, recorded: Recorded) -> dict[str, str]:
     known = found.failed.get(recorded.folder.name)
     parent = recorded.run.get("parent") or {}
     branch = f"branch of {parent.get('run', '?')} from step {count(parent.get('step', '?'))}" if parent else ""
+    wide = (recorded.of("eval") or [{}])[-1].get("wide", {}).get(found.metric)
     return {
+        "wide": seeds_text.number(wide, 4) if wide is not None and not why else "–",
         "name": recorded.folder.name, "recipe": recorded.name, "seed": str(seed_of(recorded)), "steps": count(recorded.last_step),
         "value": seeds_text.number(value, 4) if not why else "–", "note": "; ".join(filter(None, [known or why, branch])),
     }  # fmt: skip
