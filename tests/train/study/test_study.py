@@ -22,7 +22,7 @@ from tests.processes import ROOT, run_ok
 from tests.train import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a dozen processes that import torch, one after the other
-SETTINGS = {"steps": 24, "eval_every": 8, "checkpoint_every": 4}
+SETTINGS = {"steps": 60, "eval_every": 20, "checkpoint_every": 10}
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def start(file, study):
     return subprocess.Popen([sys.executable, "-m", "narrowgauge", *command(file, study)], env=environment)
 
 
-def wait_for_step(study, step):
-    until_s = time.monotonic() + 120
+def wait_for(study, found):
+    """Until `found` is true of an event of a run."""
+    until_s = time.monotonic() + 240
     while time.monotonic() < until_s:
-        for path in study.glob("*-seed*/metrics.jsonl"):
-            if any(event["event"] == "step" and event["step"] >= step for event in read_metrics(path)):
-                return
+        if any(found(event) for path in study.glob("*-seed*/metrics.jsonl") for event in read_metrics(path)):
+            return
         time.sleep(0.02)
     raise AssertionError("no run came so far")
 
@@ -63,11 +63,11 @@ def losses(folder):
 def test_killed_and_stopped_studies_end_as_undisturbed_runs(file, tmp_path):
     study = tmp_path / "study"
     first = start(file, study)
-    wait_for_step(study, 5)
+    wait_for(study, lambda event: event["event"] == "step" and event["step"] >= 5)
     first.kill()
     first.wait()
     second = start(file, study)  # at once: the runs that were left alone end by themselves
-    wait_for_step(study, 10)
+    wait_for(study, lambda event: event["event"] == "resume")  # its handlers stand long before
     second.send_signal(signal.SIGINT)
     assert second.wait() == 130
     assert main(command(file, study)) == 0
