@@ -21,6 +21,11 @@ from narrowgauge.report.run_data import Recorded, last_done, read_alone
 NO_METRICS = {"event", "step", "tokens", "elapsed_s"}
 NAME = re.compile(r"[A-Za-z][\w@.-]{0,40}")
 UNFINISHED = "unfinished"
+SECTIONS = ("model", "data", "task", "precision", "training")  # of config.toml, whose settings make a run another one
+NOT_NAMED = {
+    "recipe", "seed", "steps", "epochs", "device", "threads", "compile", "keep_freed", "micro_batches", "cache", "checkpointing",
+    "cuda_graph", "parallel", "schedule", "guard", "switch", "save", "from",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,20 +136,51 @@ def default_metric(recorded: Recorded, known: Sequence[str]) -> str:
 
 
 def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
-    """By recipe, the step that a branch left its parent at, and batches; of one recipe and seed twice each by itself, by its folder."""
+    """By recipe, other settings, the step that a branch left its parent at, and batches; twins of one seed each by its folder."""
+    theirs = {seed_of(each): each for each in runs if name_of(each, first) == name_of(first, first)}
     found: dict[tuple[str, str], list[Recorded]] = {}
     for each in runs:
-        branch = f", from step {format_text.count(each.run['parent']['step'])}" if each.run.get("parent") else ""
-        found.setdefault((each.name + branch, differences(batches(first), batches(each))), []).append(each)
+        reason = differences(batches(first), batches(each)) or other_tokens(each, theirs.get(seed_of(each)))
+        found.setdefault((name_of(each, first), reason), []).append(each)
+    names = [name for name, _ in found]
     groups = []
     for (name, reason), members in found.items():
         listed = sorted(members, key=seed_of)
-        label = f"{name}, {reason}" if reason and (name, "") in found else name
+        label = f"{name}, {reason}" if reason and names.count(name) > 1 else name
         if len({seed_of(each) for each in listed}) == len(listed):
             groups.append(Group(label, tuple(listed), reason))
         else:
             groups += [Group(f"{label} ({each.folder.name})", (each,), reason) for each in members]
     return groups
+
+
+def name_of(recorded: Recorded, first: Recorded) -> str:
+    """The recipe, with the settings in which the run differs from the first one, and the step that a branch left its parent at."""
+    own, its = settings(recorded), settings(first)
+    changed = [f"{key} = {value}" for key, value in own.items() if its.get(key, value) != value]
+    branch = [f"from step {format_text.count(recorded.run['parent']['step'])}"] if recorded.run.get("parent") else []
+    return ", ".join([recorded.name, *changed, *branch])
+
+
+def settings(recorded: Recorded) -> dict[str, str]:
+    """What config.toml says that makes a run another one: neither its seed and recipe, nor where and how long it runs."""
+    found, section = {}, ""
+    for line in recorded.config.splitlines():
+        key, equals, value = line.partition(" = ")
+        if line.startswith("# "):
+            section = line[2:]
+        elif equals and section in SECTIONS and key not in NOT_NAMED:
+            found[key] = value
+    return found
+
+
+def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
+    """What is wrong if two runs of one seed did not learn from the same batches, by the tokens of their steps; else ''."""
+    if reference is None:
+        return ""
+    ours, theirs = ({each["step"]: each.get("tokens") for each in run.of("step")} for run in (recorded, reference))
+    other = sum(ours[step] != theirs[step] for step in ours.keys() & theirs.keys())
+    return f"other batches at {format_text.plural(other, 'step')}" if other else ""
 
 
 def identity(recorded: Recorded) -> dict[str, Any]:

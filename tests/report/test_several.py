@@ -88,6 +88,21 @@ def test_what_cannot_be_compared_is_said_and_left_out(six, tmp_path):
     assert "Not comparable" in text and "other data" in text and "60 steps instead of 30" in text
 
 
+def test_other_settings_make_another_group_and_other_batches_no_verdict(six, tmp_path):
+    faster = write(tmp_path / "faster", "fp8-row", 4)
+    head = "# model\nlayers = 4\n\n# training\nseed = 17\nthreads = 1\nlearning_rate = "
+    for folder, rate in ((six[0], "0.001"), (faster, "0.002")):
+        (folder / "config.toml").write_text(f"{head}{rate}\n\n# run\nlog_every = {rate[-1]}\n")
+    longer = write(tmp_path / "longer", "mxfp8", 0)
+    lines = (longer / "metrics.jsonl").read_text().splitlines()
+    changed = [json.dumps({**json.loads(line), "tokens": 7}) if '"event": "step"' in line else line for line in lines]
+    (longer / "metrics.jsonl").write_text("\n".join(changed) + "\n")
+    found = groups.gather([*six, faster, longer])
+    assert [group.name for group in found.groups] == ["bf16", "fp8-row", "fp8-row, learning_rate = 0.002", "mxfp8"]
+    assert found.groups[-1].reason == "other batches at 30 steps"
+    assert [each.runs.name for each in found.verdicts()] == ["fp8-row", "fp8-row, learning_rate = 0.002"]
+
+
 def test_two_runs_of_one_seed_stand_for_themselves(six, tmp_path):
     twin = write(tmp_path / "twin", "fp8-row", 0)
     names = [group.name for group in groups.gather([*six, twin]).groups]
