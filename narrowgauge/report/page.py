@@ -23,7 +23,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import cards, figures, tables
+    from narrowgauge.report import cards, figures, guard, spread_table, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -73,11 +73,13 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "steep_start": figures.steep_start(len(recorded.of("step"))),
         "difference": difference,
         "metric_figure": metric_figure(recorded),
+        "guard": guard.section(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
         "layers": tables.layers(recorded),
         "tensors": tensors,
         "watched": watched,
+        "spreads": spread_table.table(recorded),
         "happenings": tables.happenings(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
         "run_json": json.dumps(without_layers, indent=1, ensure_ascii=False),
@@ -160,7 +162,7 @@ def metric_figure(recorded: Recorded) -> str:
     if not shown:
         return ""
     curves, others = (
-        {cards.NAMES.get(metric, metric): cards.points(each, metric) for metric in shown} if each else {}
+        {cards.title(each, metric): cards.points(each, metric) for metric in shown} if each else {}
         for each in (recorded, recorded.reference)
     )
     return figures.metric_curves(curves, others)
