@@ -79,7 +79,6 @@ def test_killed_and_stopped_studies_end_as_undisturbed_runs(file, tmp_path):
     [verdict] = event["verdicts"]
     assert verdict["seeds"] == [0, 1] and len(verdict["differences"]) == 2 and event["reference"] == "bf16"
     assert (study / "report.html").stat().st_size > 10_000
-    assert len(list((study / "cache").iterdir())) >= 1
 
 
 def test_a_finished_study_trains_nothing_and_one_seed_more_trains_that(file, tmp_path):
