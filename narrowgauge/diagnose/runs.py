@@ -38,13 +38,26 @@ STEP = {
 }  # fmt: skip
 EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
-    "f1": SHARE, "f1_binary": SHARE,
+    "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
+    **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)), "translate_s": SECONDS,
+    **dict.fromkeys(("pearson", "spearman"), number(-1.000001, 1.000001, finite=False)),
 }  # fmt: skip
 EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
 }  # fmt: skip
+ROWS = record({"count": COUNT, "effective": SHARE, "top": SHARE, "norms": HISTOGRAM})
+CHANNELS = record(
+    {
+        "count": COUNT,
+        "largest": SIZE,
+        "outliers": COUNT,
+        "rotated_largest": SIZE,
+        "peaks": HISTOGRAM,
+        "rotated_peaks": HISTOGRAM,
+    }
+)
 LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
@@ -56,8 +69,8 @@ PARENT = {
 
 GUARD = {
     **dict.fromkeys(("difference", "mean", "margin", "scale", "e_worse", "e_within"), number(finite=False)),
-    **dict.fromkeys(("begun", "steps", "checks", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
-    **dict.fromkeys(("wide", "narrow"), LOSS), "control": either(number(finite=False), NOTHING),
+    **dict.fromkeys(("begun", "steps", "checks", "since", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
+    **dict.fromkeys(("wide", "narrow", "loss"), LOSS), "usual": either(LOSS, NOTHING), "control": either(number(finite=False), NOTHING),
     "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
 }  # fmt: skip
 
@@ -65,6 +78,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
     "tensor": ({"module": text, "role": text}, TENSOR),
+    "spread": ({"module": text, "role": text}, {"rows": ROWS, "channels": CHANNELS}),
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
@@ -80,6 +94,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "resume": ({}, {"path": text, "skipped": listed(text)}),
     "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
+    "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),  # of a study's folder
 }
 EVENTS = {
     kind: record({"event": text, "step": COUNT, **required}, allowed) for kind, (required, allowed) in _FORMS.items()

@@ -72,8 +72,8 @@ class Carried:
         self.losses.setdefault(name, Loss()).see(before, after)
 
     def words(self) -> list[str]:
-        """A sentence for each quantity."""
-        return [f"{name}: {loss}." for name, loss in self.losses.items()]
+        """A clause for each quantity."""
+        return [f"{name} {loss}" for name, loss in self.losses.items()]
 
 
 def form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> Form:

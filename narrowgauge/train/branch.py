@@ -31,7 +31,7 @@ from narrowgauge.optim import carried
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.recipes import AUTO
 from narrowgauge.structure import is_weight
-from narrowgauge.train import place
+from narrowgauge.train import guarded, place
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.place import Place
@@ -58,7 +58,7 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             )
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())  # by measurements on the device
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
-        branch = Trainer(plain, folder, task, silent_log())
+        branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         said = take_over(parent, branch)
         if chooses:
             folder.write_run({"auto": branch.auto})
@@ -68,16 +68,19 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
                 "started_at": _started_at(parent.folder), "fingerprint": _fingerprint(parent),
                 "changes": {key: [str(each) for each in pair] for key, pair in place.changes(parent_config, config).items()},
                 "carried": said,
-            },
-            **_agreement(parent),
+            }
         }  # fmt: skip
         tensors, facts = branch.collected()
+        facts["agreement"] = _agreement(parent, branch)
         checkpoints.save(folder.checkpoints, branch.step, tensors, facts, config.keep, branch.ranks)
     return said
 
 
 def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     """Gives a new trainer the state of another, in its own formats. Returns a sentence on each part."""
+    if all(getattr(parent.config, key) == getattr(branch.config, key) for key in ("recipe", "layers_recipe", "switch")):
+        branch.watch.prepare(parent.watch.facts())  # what a guard has given the run since it began
+        branch.watch.restore(parent.watch.facts())
     for stage in branch.stages:
         if stage.step <= parent.step:
             stage.apply(branch.model)
@@ -90,7 +93,7 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     elif found.as_they_were == found.states:
         said.append("Weights and optimizer: bit for bit.")
     else:
-        said.append(f"Other formats, of decoded values: {'; '.join(found.words())}.")
+        said.append(f"Other formats, by decoded values: {'; '.join(found.words())}.")
     if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(branch.optimizer, NarrowOptimizer):
         branch.optimizer.norm_before = parent.optimizer.norm_before
     if parent.scaler and branch.scaler:
@@ -175,19 +178,21 @@ def _same(what: str, old: Any, new: Any) -> bool:
     return bool(old.sampling.settings == new.sampling.settings)
 
 
-def _agreement(parent: Trainer) -> dict[str, Any]:
-    """What ranks have agreed on, which one process has no use for."""
-    if not parent.resumed_from:
-        return {}
-    path = Path(parent.resumed_from)
-    listing = manifest.read(path)
-    if not listing.save:
-        facts = json.loads(manifest.read_file(path, manifest.FACTS, listing))
-    else:
-        from narrowgauge.distributed import storage  # dear to import: torch's planners
+def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
+    """What ranks have agreed on: where noise stands, and the scales of gradients that travel as before."""
+    known: dict[str, Any] = {"seed": parent.config.seed, "step": parent.step}
+    if parent.resumed_from:
+        path = Path(parent.resumed_from)
+        listing = manifest.read(path)
+        if not listing.save:
+            facts = json.loads(manifest.read_file(path, manifest.FACTS, listing))
+        else:
+            from narrowgauge.distributed import storage  # dear to import: torch's planners
 
-        facts = storage.read(path, only="facts")["facts"]
-    return {"agreement": facts["agreement"]} if "agreement" in facts else {}
+            facts = storage.read(path, only="facts")["facts"]
+        known = facts.get("agreement", known)
+    kept = known.get("gradients", {}) if parent.config.gradients == branch.config.gradients else {}
+    return {**known, "gradients": kept}
 
 
 def _fingerprint(parent: Trainer) -> str:

@@ -33,7 +33,7 @@ STEPS = frozenset(
     {"learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "clip"}
 )
 # Of the parent's, what another value of the first does away with unless it is given: as the reference of `compare` leaves it out.
-REPLACES = {"recipe": ("layers_recipe", "switch", "save"), "precision": ("master", "keep_float32")}
+REPLACES = {"recipe": ("layers_recipe", "switch", "save", "guard"), "precision": ("master", "keep_float32")}
 NOT_INHERITED = ("output", "resume", "parent", "compare")
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge import manifest
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.train import guarded
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel.followers import FollowersLog
@@ -43,8 +45,10 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
     with RunFolder.reading(place.run) as folder:
         step, has_all = _step_of(place, folder)
         folder.at = step if has_all else 0
+        if config.epochs:
+            config = replace(config, steps=task.steps(config.epochs), epochs=0)
         plain = replace(config, device=device, output=str(place.run), **PLAIN)
-        trainer = Trainer(plain, folder, task, silent_log())
+        trainer = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         if step is not None and not has_all:
             _take_weights(trainer, folder, step)
         yield trainer
@@ -58,11 +62,10 @@ def _step_of(place: Place, folder: RunFolder) -> tuple[int | None, bool]:
     if place.step is None:
         return None, True
     if place.step == BEST:
-        found, _ = store.newest_valid(folder.checkpoints)
-        best = (found.facts.get("best") or {}).get("step", 0) if found is not None else 0
-        if not best:
+        kept = [manifest.read(path).step for path in manifest.newest_first(folder.best)]
+        if not kept:
             raise ConfigError(f"{place}: the run has kept no best weights (see --best). {existing(place.run)}")
-        return best, best in steps
+        return kept[0], kept[0] in steps  # of two the newer one: a kill came before the older was removed
     if place.step not in steps:
         raise ConfigError(f"{place}: no checkpoint of step {place.step}. {existing(place.run)}")
     return int(place.step), True

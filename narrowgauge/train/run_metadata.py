@@ -64,7 +64,12 @@ def notes(config: TrainConfig) -> Iterator[str]:
 def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     """Prints what the run is, before its first step. preview: also an example of its data."""
     config, model = trainer.config, trainer.model
-    resumed = f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else ""
+    resumed, parent = (
+        f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else "",
+        trainer.carried.get("parent", {}),
+    )
+    if parent.get("step") == trainer.step:
+        resumed = f"; branch of {parent['from']}, from step {trainer.step}"
     show.say(
         f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}) on {device_name(trainer.device)}: "
         f"{trainer.parameters:,} parameters, {trainer.task.summary()}{resumed}"

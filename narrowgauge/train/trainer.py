@@ -52,6 +52,7 @@ from narrowgauge.train.pending import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks.task import Compute
 from narrowgauge.train.tensor_stats import watched
 from narrowgauge.train.watch import Watch
 
@@ -331,8 +332,8 @@ class Trainer:
         if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
-            for event in self.parallel.of_all(events).values():
-                self.log.write("tensor", self.step, **event)
+            for kind, fields in self.parallel.of_all(events).values():
+                self.log.write(kind, self.step, **fields)
             return taken
         follows = watches and self.step % config.tensor_every == 0
         if monitor.measures(number) or (follows and monitor.measures(self.step)):
@@ -449,7 +450,9 @@ class Trainer:
         """Takes the step after this one's weights once more to see where it appeared, and raises NumericsError."""
         number = self.step + 1
         self.optimizer.zero_grad()
-        whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
+        whole = replace(
+            self.objective, forward=self.model, options=self.task.options, head=None
+        )  # and uncompiled: all hooks run
 
         pipeline = self.parallel.pipeline
         self.parallel.follows(False)
@@ -515,11 +518,11 @@ class Trainer:
         self.model.train(mode)
         self.parallel.whole.train(mode)
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _score(self, batch: Batch, compute: Compute | None = None) -> tuple[Tensor, Tensor | None]:
         if self.parallel.pipeline is not None:
             return self.parallel.pipeline.scored(batch)
         with self.precision.context(self.device.type):
-            return self.parallel(self.objective.scored, batch, self.device)
+            return self.parallel(compute or self.objective.scored, batch, self.device)
 
     def collected(self) -> tuple[store.Tensors, dict[str, Any]]:
         """Tensors and facts of a checkpoint."""

@@ -18,6 +18,7 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.place import Place, branched
 from narrowgauge.train.run_folder import RunFolder
+from tests.selection import quick
 from tests.train import tiny
 
 SIZES = {"hidden_size": 64, "heads": 2, "intermediate_size": 96}  # matrices of 4,096 and more have narrow states
@@ -45,8 +46,18 @@ def branch(parent, at, output, **changes):
     return Path(output)
 
 
-def test_a_branch_with_the_same_settings_has_the_bits_of_its_parent(parent, tmp_path):
-    first = parent(recipe="fp8-delayed", states="8bit", precision="bf16-o2")
+SAME = [
+    {"recipe": "fp8-delayed", "states": "8bit", "precision": "bf16-o2"},
+    {"recipe": "int4-hq-lss", "states": "4bit"},  # draws noise, samples rows, learns steps
+    {"recipe": "nvfp4", "switch": "bf16@2:forward, fp8-current@5", "precision": "bf16-o3"},
+    {"recipe": "none", "precision": "amp-fp16", "optimizer": "lion"},
+    {"recipe": "fp8-row", "freeze": "layers.0", "step_in_backward": True, "clip_by": "previous"},
+]
+
+
+@pytest.mark.parametrize("settings", quick(SAME[:2], SAME), ids=str)
+def test_a_branch_with_the_same_settings_has_the_bits_of_its_parent(parent, tmp_path, settings):
+    first = parent(**settings)
     second = branch(first, 3, tmp_path / "again")
     assert tiny.losses(second) == {step: loss for step, loss in tiny.losses(first).items() if step > 3}
     assert tiny.digests(second) == tiny.digests(first)
@@ -156,6 +167,30 @@ def test_the_same_command_goes_on_and_another_output_is_not_overwritten(parent, 
     assert main(["train", *command[2:]]) == 2 and "holds a run already" in capsys.readouterr().err
     assert main(["train", "--resume", "--recipe", "int8", "--output", str(first)]) == 2
     assert f"narrowgauge train --from {first} --output NEW" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_best_weights_go_on_with_a_new_optimizer_where_their_checkpoint_is_gone(parent, tmp_path):
+    first = parent(best="loss", eval_every=1)
+    best = max(int(path.name[5:]) for path in (first / "best").iterdir())
+    weights = store.load(first / f"best/step-{best:08}").tensors["weights"]
+    if best in (3, 6):
+        shutil.rmtree(first / f"checkpoints/step-{best:08}")
+    config = branched(f"{first}@best", str(tmp_path / "new"), steps=9)
+    assert loop.run(config) == 0
+    begun = tiny.events(tmp_path / "new", "branch")[0]
+    assert begun["step"] == best and "The optimizer starts anew" in " ".join(begun["carried"])
+    assert tiny.losses(tmp_path / "new").keys() == set(range(best + 1, 10)) and weights
+
+
+@pytest.mark.slow
+def test_a_guarded_parent_hands_its_guard_on(parent, tmp_path):
+    guard = "every=2,steps=2,then=stay"
+    first = parent(recipe="fp8-delayed", guard=guard, steps=12, warmup_steps=1)
+    second = branch(first, 3, tmp_path / "again")
+    assert tiny.losses(second) == {step: loss for step, loss in tiny.losses(first).items() if step > 3}
+    third = branch(first, 3, tmp_path / "wide", recipe="bf16")  # nothing is left to guard
+    assert 'guard = ""' in (third / "config.toml").read_text()
 
 
 def test_places():
