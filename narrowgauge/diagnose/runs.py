@@ -94,6 +94,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "resume": ({}, {"path": text, "skipped": listed(text)}),
     "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
+    "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),  # of a study's folder
 }
 EVENTS = {
     kind: record({"event": text, "step": COUNT, **required}, allowed) for kind, (required, allowed) in _FORMS.items()
