@@ -95,6 +95,7 @@ def test_a_trainer_goes_on_undisturbed(tmp_path):
     assert [(each["step"], each["guard_worse"]) for each in logged] == [(9, 0), (14, 0)]
 
 
+@pytest.mark.slow
 def test_of_equal_arithmetic_the_difference_is_zero(tmp_path):
     """So accumulation, clipping, schedule and masks of dropout are those of the Trainer's loop."""
     run = trainer(tmp_path, "every=5,steps=4", max_grad_norm=0.05)
@@ -123,6 +124,7 @@ def test_a_resumed_run_is_guarded_on(tmp_path, stop):
     assert len(resumed.guard.evidence.checks) == len(begins) + stop // 9
 
 
+@pytest.mark.slow
 def test_a_worse_run_goes_on_in_the_reference(tmp_path):
     run = trainer(tmp_path, "every=5,steps=4,then=stay", callbacks=[Poison(7)])
     run.train()

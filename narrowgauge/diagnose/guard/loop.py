@@ -324,6 +324,12 @@ class Guard:
                 "Guard: no product of the model is narrower than 16 bits, so there is nothing to judge. "
                 "Call narrowgauge.convert(model, ...) with a narrow recipe first."
             )
+        learns = any(recipe.steps() for recipe in recipes)
+        if learns and any(getattr(each, "find_unused_parameters", True) is False for each in self.model.modules()):
+            raise ConfigError(
+                "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
+                "Wrap the model with find_unused_parameters=True."
+            )
         scheduler = torch.optim.lr_scheduler.LRScheduler
         held = any(isinstance(getattr(each, "scheduler", each), scheduler) for each in self.also)
         for optimizer in self._optimizers:
