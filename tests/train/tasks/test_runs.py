@@ -58,7 +58,7 @@ def run_json(config):
     return json.loads(Path(config.output, "run.json").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", quick(JOBS[:7], JOBS))
 def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
     config = make(job, eval_every=2, **({"sample_tokens": 3} if job in ("completion", "t5") else {}))
     assert loop.run(config) == 0
@@ -263,7 +263,7 @@ def test_a_metric_that_the_evaluation_does_not_have(make, place, tmp_path):
         loop.run(config)
 
 
-@pytest.mark.parametrize("job", ["classification", "marian", "chat"])
+@pytest.mark.parametrize("job", ["classification", "marian", "chat", "questions"])
 def test_a_number_that_is_not_finite_stops_with_its_place(make, before_step, job):
     def spoil(trainer):
         with torch.no_grad():
