@@ -1,7 +1,8 @@
 """Collates examples into one batch of tensors: padded on the right to a planned width, or several packed in a row.
 
     input_ids       [rows, width] int64, padded with `pad_id`
-    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq; [rows, 2] of spans
+    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq; [rows, 2] of spans;
+                    [rows, columns] float32 for regression
     attention_mask  [rows, width] int64, 1 on the example, from its length (not its ids: pad may equal end of text)
     position_ids    [rows, width] int64, continued through the padding
     token_type_ids  as in the examples
@@ -70,9 +71,9 @@ class Collator:
             raise DataError("Collator: the batch mixes examples with packed rows. Pass one kind.")
         if packed:
             return self._packed(packed)
-        if isinstance(items[0]["input_ids"], list):  # type: ignore[call-overload]
-            return self._of_choices([item for item in items if isinstance(item, dict)])
-        return self._padded([item for item in items if isinstance(item, dict)])
+        examples = [item for item in items if isinstance(item, dict)]
+        first = examples[0]["input_ids"]
+        return self._of_choices(examples) if len(first) and np.ndim(first[0]) else self._padded(examples)
 
     def _padded(self, examples: Sequence[Example]) -> Batch:
         sizes = [len(example["input_ids"]) for example in examples]
@@ -111,6 +112,8 @@ class Collator:
         labels = [example["labels"] for example in examples]
         if np.ndim(labels[0]) == 0:
             return torch.tensor([int(label) for label in labels])
+        if np.asarray(labels[0]).dtype.kind == "f":
+            return torch.from_numpy(np.stack(labels).astype(np.float32))
         if isinstance(labels[0], tuple):
             return torch.tensor(labels)
         lengths = [len(label) for label in labels]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from narrowgauge.data.cache import Values
+from narrowgauge.data.tables import Record
 from narrowgauge.data.text import shown
 from narrowgauge.data.tokenizer import fingerprint, plain_backend, spaced
 from narrowgauge.errors import ConfigError, DataError
@@ -69,6 +70,17 @@ class Encoder:
             for path in sorted(each for each in Path(folder).rglob("*") if each.is_file()):
                 digest.update(path.name.encode() + path.read_bytes())
         return {"slow": digest.hexdigest(), "transformers": transformers_version}
+
+    def rows(
+        self, rows: Sequence[Record], text: str, pair: str | None, max_length: int | None = None
+    ) -> Iterator[dict[str, Values]]:
+        """`ids` of a column of texts, or of pairs with a second column. Where nothing is written there are none."""
+        texts: list[Text] = [row.text(text) for row in rows]
+        if pair is not None:
+            texts = [(str(first), row.text(pair)) for first, row in zip(texts, rows, strict=True)]
+        for row, given, found in zip(rows, texts, self.ids(texts, max_length=max_length), strict=True):
+            self.check_start(found["input_ids"], row.origin)
+            yield found if "".join(given).strip() else found | {"input_ids": found["input_ids"][:0]}
 
     def ids(
         self, texts: Sequence[Text], *, target: bool = False, max_length: int | None = None

@@ -46,6 +46,7 @@ class Examples(Stored):
     examples[i]             causal-lm: input_ids, labels (same length, unshifted, -100 where no loss is computed)
                             classification: input_ids, labels (one int), token_type_ids if the tokenizer has them
                             seq2seq: input_ids, labels (of their own length)
+                            regression: as classification, with labels [columns] float64
     examples[3, 1, 4]       the list of these examples, for a packed row
     examples.select(rows)   a subset, whose summary stays that of all
     """

@@ -160,7 +160,7 @@ def files_of(name: str) -> list[Path]:
         )
 
 
-def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
+def below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
     """The files below a folder, by their parts; names that are left out are files and folders."""
 
     def refuse(error: OSError) -> NoReturn:
@@ -175,7 +175,7 @@ def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    files = _below(folder, lambda name: name.startswith("."))
+    files = below(folder, lambda name: name.startswith("."))
     if found := [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]:
         return found
     if not files:
@@ -212,7 +212,7 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     remedy = "Pass a file, a folder or a glob instead of stdlib."
-    files = [path for path in _below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
+    files = [path for path in below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
     if not files:
         raise DataError(f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {remedy}")
     for path in files:

@@ -19,7 +19,9 @@ from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 
-Kind = Literal["causal-lm", "classification", "seq2seq", "question-answering", "tagging", "multiple-choice"]
+Kind = Literal[
+    "causal-lm", "classification", "seq2seq", "regression", "question-answering", "tagging", "multiple-choice"
+]
 Encoded = dict[str, Values]
 Item = dict[str, Any]
 Notes = Counter[str]  # sentence with {count} -> number of examples

@@ -22,7 +22,7 @@ import numpy as np
 from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
-from narrowgauge.data.encoder import Encoder, Text
+from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
@@ -172,15 +172,8 @@ class Classification(Task):
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
         labels = [self.class_of(row) for row in rows]
-        texts: list[Text] = [row.text(self.text) for row in rows]
-        if self.pair is not None:
-            texts = [(str(text), row.text(self.pair)) for text, row in zip(texts, rows, strict=True)]
-        encoded = encoder.ids(texts, max_length=max_length)
-        for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
-            encoder.check_start(example["input_ids"], row.origin)
-            if not "".join(text).strip():  # an example without ids has no target
-                example["input_ids"] = example["input_ids"][:0]
-            yield {**example, "labels": np.array([label])}
+        examples = encoder.rows(rows, self.text, self.pair, max_length)
+        return ({**example, "labels": np.array([label])} for example, label in zip(examples, labels, strict=True))
 
     def class_of(self, row: Record) -> int:
         """The id of the row's class. Raises DataError for an unknown label."""
@@ -205,10 +198,15 @@ class Classification(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2Seq(Task):
-    """Columns with the encoder's source and the decoder's target."""
+    """Columns with the encoder's source and the decoder's target.
+
+    keeps_text  the target's text is kept too, as UTF-8 in an array "text" that no batch holds
+    """
 
     source: str = "source"
     target: str = "target"
+    keeps_text: bool = False
+    aside: ClassVar[frozenset[str]] = frozenset({"text"})
     kind: ClassVar[Kind] = "seq2seq"
     refits: ClassVar[bool] = True
 
@@ -218,7 +216,7 @@ class Seq2Seq(Task):
 
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
         ids = token_dtype(encoder.vocabulary - 1)
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids} | ({"text": np.dtype("u1")} if self.keeps_text else {})
 
     def length(self, example: Encoded) -> int:
         return max(len(example["input_ids"]), len(example["labels"]))
@@ -236,4 +234,5 @@ class Seq2Seq(Task):
         targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
         for row, source, target in zip(rows, sources, targets, strict=True):
             encoder.check_start(source["input_ids"], row.origin)
-            yield {"input_ids": source["input_ids"], "labels": target["input_ids"]}
+            text = {"text": np.frombuffer(row.text(self.target).encode(), np.uint8)} if self.keeps_text else {}
+            yield {"input_ids": source["input_ids"], "labels": target["input_ids"], **text}

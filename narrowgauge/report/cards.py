@@ -11,28 +11,28 @@ from narrowgauge.diagnose.compare import Comparison
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.report.run_data import Recorded
 
-SCORES = (
-    "accuracy",
-    "mcc",
-    "f1",
-    "f1_binary",
-    "exact_match",
-    "precision",
-    "recall",
-)  # between -1 and 1, more is better
+SCORES = (  # more is better; between -1 and 1, BLEU and chrF between 0 and 100
+    "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf",
+)  # fmt: skip
 WAYS = {
     "planned": "planned by length, first epoch",
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-NAMES = {"mcc": "MCC", "f1_binary": "F1 of the second class", "exact_match": "exact match"}
+NAMES = {
+    "mcc": "MCC", "f1_binary": "F1 of the second class", "exact_match": "exact match",
+    "pearson": "Pearson’s correlation", "spearman": "Spearman’s correlation",
+    "bleu": "BLEU", "chrf": "chrF",
+}  # fmt: skip
 MEANS = {
     "classification": "mean over classes",
+    "image-classification": "mean over classes",
     "question-answering": "words of answers",
     "tagging": "spans",
 }  # task -> what F1 is of
 UNITS = {  # task -> what the loss is a mean over
     "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
+    "image-classification": "nats/example", "regression": "squared error",
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from narrowgauge.train.config.data_settings import DataSettings
 from narrowgauge.train.config.rules import Check, is_set
-from narrowgauge.train.config.task_names import METRICS
+from narrowgauge.train.config.task_names import METRICS, PICTURES
 
 
 def task_checks(c: DataSettings) -> list[Check]:
@@ -10,7 +10,7 @@ def task_checks(c: DataSettings) -> list[Check]:
     is_table = c.task != "text"
     return [
         (c.from_scratch and not c.model, "from_scratch",
-         "from_scratch = true: needs model. Without it the Llama always starts from random weights."),
+         "from_scratch = true: needs model. Without it the model always starts from random weights."),
         # Rotary embeddings turn pairs, so the width of a head is even.
         (not c.model and c.hidden_size % (2 * c.heads), "hidden_size heads",
          f"hidden_size = {c.hidden_size}: must be a multiple of 2 * heads = {2 * c.heads}."),
@@ -19,9 +19,15 @@ def task_checks(c: DataSettings) -> list[Check]:
         (c.best not in ("", "none", "loss", *METRICS[c.task]), "best",
          f"best = {c.best!r}: is measured by {_who_measures(c.best)} alone. Take best = "
          f"{', '.join(map(repr, ('loss', *METRICS[c.task])))}."),
-        (is_table and not c.model, "task", f"task = {c.task!r}: needs model, a folder or hub name of the model to train."),
+        (c.best in METRICS["seq2seq"] and not c.translate, "best translate",
+         f"best = {c.best!r}: needs translations. Set translate, how many rows are translated at each evaluation, as translate = 500."),
+        (not c.translate and (is_set(c, "beams") or is_set(c, "bleu_words")), "beams bleu_words translate",
+         f"beams = {c.beams}, bleu_words = {c.bleu_words!r}: have no effect with translate = 0. Set translate, or remove them."),
+        (is_table and not c.model and c.task not in PICTURES, "task",
+         f"task = {c.task!r}: needs model, a folder or hub name of the model to train."),
         (is_table and not is_set(c, "data"), "data task",
-         f"task = {c.task!r}: needs data, a table with examples (JSONL, CSV, TSV or Parquet)."),
+         f"task = {c.task!r}: needs data, a table with examples (JSONL, CSV, TSV or Parquet)"
+         f"{', or a folder with one folder for each class' if c.task in PICTURES else ''}."),
         (is_table and c.max_length == 1, "max_length", "max_length = 1: leaves no token to predict. Set at least 2, or 0."),
         (is_table and not c.messages_column and is_set(c, "train_on"), "train_on",
          f"train_on = {c.train_on!r}: needs messages_column, the column with chats."),

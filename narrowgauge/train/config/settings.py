@@ -35,7 +35,7 @@ from narrowgauge.train.config.rules import (
     setting,
     shown,
 )  # fmt: skip
-from narrowgauge.train.config.task_names import TASKS, WRITING
+from narrowgauge.train.config.task_names import PICTURES, TASKS, WRITING
 
 __all__ = [
     "FUSED_SAVES", "NO_RECIPE", "TABLE", "TASKS", "WRITING", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_key", "key_of",
@@ -114,6 +114,8 @@ class TrainConfig(DataSettings):
 
     output: str = RUN("runs/latest", "Run folder.", NOT_EMPTY)
     resume: bool = RUN(False, "Continue the run in the run folder from its newest checkpoint.")
+    parent: str = RUN("", "Start a branch: go on from another run's checkpoint, with its settings but for those given here. RUN, RUN@STEP "
+        "or RUN@best.", key="from")
     eval_every: int = RUN(50, "Steps between evaluations; 0: only after the last step.", COUNT_OR_ZERO)
     eval_wide: bool = RUN(True, "Score a second time with the products of Linears in 16 bits, where the recipe has them narrow.")
     eval_tokens: int = RUN(32768, "Validation tokens of an evaluation, at most.", COUNT)
@@ -158,16 +160,17 @@ def by_key() -> dict[str, Field[Any]]:
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The same run with the sizes that depend on others written out: kv_heads, intermediate_size, cache."""
-    sizes: dict[str, Any] = {} if config.model else {
-        "kv_heads": config.kv_heads or config.heads,
-        "intermediate_size": config.intermediate_size or math.ceil(8 * config.hidden_size / 3 / 64) * 64,
-    }  # fmt: skip
+    is_vit = config.task in PICTURES
+    usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
+    sizes: dict[str, Any] = {} if config.model else {"intermediate_size": config.intermediate_size or usual}
+    if not config.model and not is_vit:
+        sizes["kv_heads"] = config.kv_heads or config.heads
     return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
 
 
 # Rules between settings, once each value is right by itself
 
-SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
+SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size")
 
 
 def _cross_checks(config: TrainConfig) -> Iterator[Problem]:

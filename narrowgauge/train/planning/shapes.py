@@ -2,6 +2,7 @@
 
     text                 batch_size / micro_batches rows of sequence_length
     a table              the same rows, or as many as fill the token budget, as wide as its longest example may be
+    pictures             the same rows, as wide as a picture has patches
     packing              rows of so many tokens, each with two documents, and a mask of width by width
 
 The width of a table is max_length, or what the model knows positions for: batches of a real table are narrower.
@@ -20,6 +21,7 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import TASKS
+from narrowgauge.train.tasks.images import ImageTask
 from narrowgauge.train.tasks.reading import longest_example
 from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import TrainTask
@@ -65,6 +67,9 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
     if config.task == "text":
         return TextTask(config, tokenizer, [], None), CAUSAL_LM  # type: ignore[arg-type]
     kind = TASKS[config.task]
+    if issubclass(kind, ImageTask):
+        images = kind.without_data(config)
+        return images, images.model_class
     assert issubclass(kind, TableTask)
     config = kind.planned(config)
     _, model_class = kind.roles(config, tokenizer)
@@ -76,7 +81,8 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
 def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
     """Of one of `parts` micro-batches of a step."""
     if not isinstance(task, TableTask):
-        return Shape(-(-config.batch_size // parts), config.sequence_length)
+        width = task.patches if isinstance(task, ImageTask) else config.sequence_length
+        return Shape(-(-config.batch_size // parts), width)
     longest = task.longest
     note = f"as wide as an example may be, {longest or SOMEWHERE} tokens: set max_length to plan for shorter ones"
     if longest is None:
@@ -94,6 +100,8 @@ def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
 def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
     """Such a micro-batch before `task.align`, with numbers of no meaning."""
     rows, width = shape.rows, shape.width
+    if isinstance(task, ImageTask):
+        return task.blank(rows)
     if not isinstance(task, TableTask):
         both = torch.ones(rows, width, dtype=torch.int64)
         return {"input_ids": both, "labels": both.clone()}

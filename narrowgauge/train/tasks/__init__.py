@@ -2,7 +2,9 @@
 
 from narrowgauge.train.tasks.choices import ChoicesTask
 from narrowgauge.train.tasks.classification import ClassificationTask
+from narrowgauge.train.tasks.images import ImageTask
 from narrowgauge.train.tasks.questions import QuestionsTask
+from narrowgauge.train.tasks.regression import RegressionTask
 from narrowgauge.train.tasks.tagging import TaggingTask
 from narrowgauge.train.tasks.task import TrainTask
 from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask, TextTask
@@ -14,5 +16,6 @@ TASKS: dict[str, type[TrainTask]] = {
     for task in (
         TextTask, CausalTask, ClassificationTask, Seq2SeqTask,
         QuestionsTask, TaggingTask, ChoicesTask,
+        RegressionTask, ImageTask,
     )
 }  # fmt: skip

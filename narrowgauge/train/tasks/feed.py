@@ -1,34 +1,34 @@
-"""The batches of training of a table: by length, epoch after epoch, each cut into micro-batches.
+"""The batches of training of a table: by length, epoch after epoch, each cut into micro-batches. Other examples share `SampledFeed`.
 
 Micro-batches are parts of the step's batch, so their number changes memory and nothing else.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from narrowgauge import data
+from narrowgauge.data.batches import Indices
 from narrowgauge.errors import DataError
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Feed, StepBatch
 
 
 @dataclass
-class TableFeed(Feed):
-    """Batches by length, epoch after epoch, each in at most `parts` micro-batches. The position is the sampler's: (epoch, step)."""
+class SampledFeed(Feed):
+    """Batches of a sampler, epoch after epoch, each in at most `parts` micro-batches. The position is the sampler's: (epoch, step).
 
-    examples: data.Examples
+    tokens  that a model reads of each example, int64
+    """
+
     sampler: data.LengthBatchSampler
-    collate: data.Collator
     parts: int
-    align: Callable[[Batch], Batch]
+    tokens: Indices
 
     def __post_init__(self) -> None:
         self._epoch: Iterator[list[Any]] = iter(())
-        self._tokens = self.examples.tokens
         if not len(self.sampler.plan):
             raise DataError(
                 "no example is left to train on: all are above the token budget. Raise token_budget or packing."
@@ -42,22 +42,26 @@ class TableFeed(Feed):
             self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in self.mine(len(parts))
         ]
         drawn = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
-        inputs = int(self._tokens[drawn].sum())
+        inputs = int(self.tokens[drawn].sum())
         facts = {
             "epoch": self.sampler.epoch + self.sampler.state_dict()["step"] / len(self.sampler),
             "examples": len(drawn),
             "inputs": inputs,
-            "positions": sum(max(batch["input_ids"].numel(), batch["labels"].numel()) for batch in batches),
+            "positions": sum(map(self.positions, batches)),
         }
         return StepBatch(batches, inputs, facts)
 
+    @abstractmethod
     def _batch(self, items: Sequence[Any]) -> Batch:
-        return self.align(self.collate([self.examples[item] for item in items]))
+        """A micro-batch of these examples, in the sampler's epoch."""
+
+    @abstractmethod
+    def positions(self, batch: Batch) -> int:
+        """Tokens that are computed, with padding."""
 
     def _spare(self, items: Sequence[Any]) -> Batch:
         """For a rank without examples in its turn: those of another, and nothing to learn. It changes no sum and no largest amax."""
-        batch = self._batch(items)
-        return batch | {"labels": torch.full_like(batch["labels"], data.IGNORED)}
+        return data.without_targets(self._batch(items))
 
     def probe(self) -> Batch:
         return self._batch(pieces(self.sampler.plan.steps[0][0], self.parts)[0])
@@ -68,6 +72,21 @@ class TableFeed(Feed):
     def restore(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state)
         self._epoch = iter(())
+
+
+@dataclass
+class TableFeed(SampledFeed):
+    """Batches by length."""
+
+    examples: data.Examples
+    collate: data.Collator
+    align: Callable[[Batch], Batch]
+
+    def _batch(self, items: Sequence[Any]) -> Batch:
+        return self.align(self.collate([self.examples[item] for item in items]))
+
+    def positions(self, batch: Batch) -> int:
+        return max(batch["input_ids"].numel(), batch["labels"].numel())
 
 
 def pieces(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge import data
+from narrowgauge.data.batches import Indices
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -60,11 +61,7 @@ def read(
     else:
         train, validation = split_rows(examples, config.validation_fraction)
         split = f"{config.validation_fraction:.4g} of the rows, by their hash"
-    if len(validation) < FEW:
-        notes.append(
-            f"The validation loss is of {plural(len(validation), 'example')} alone, too few to tell runs apart or to choose weights by. "
-            "Raise validation_fraction, or pass validation_data."
-        )
+    notes += few_notes(len(validation))
     content = [examples.summary["content_hash"], held_out.summary["content_hash"], repr(task), asdict(limits)]
     summary = {
         "source": examples.summary["source"],
@@ -94,17 +91,33 @@ def header(config: TrainConfig) -> list[str] | None:
 
 
 def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples, data.Examples]:
-    """(training, validation): a row validates if the hash of its ids, as a share of all hashes, is below `fraction`.
+    """(training, validation), by the hash of their ids."""
+    learnt, held_out = split_places(keys(examples), fraction, examples.summary["source"], "text")
+    return examples.select(learnt), examples.select(held_out)
 
-    Of few rows, where that leaves a side empty, the rows with the smallest hashes validate. Raises DataError for one row.
+
+def split_places(contents: Iterator[bytes], fraction: float, source: str, what: str) -> tuple[Indices, Indices]:
+    """Places of (training, validation): one validates if the hash of its content, as a share of all hashes, is below `fraction`.
+
+    Of few, where that leaves a side empty, those with the smallest hashes validate. Raises DataError if all have one content.
     """
-    digests = (hashlib.sha256(b"%d:" % SPLIT_SEED + text).digest() for text in keys(examples))
+    digests = (hashlib.sha256(b"%d:" % SPLIT_SEED + content).digest() for content in contents)
     draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
     held_out = draws < fraction
     if held_out.all() or not held_out.any():
         held_out = draws <= np.sort(draws)[max(0, round(fraction * len(draws)) - 1)]
     if held_out.all():
         raise DataError(
-            f"{examples.summary['source']}: {len(examples)} rows with one text cannot be split. Pass validation_data, or more rows."
+            f"{source}: {len(draws)} rows with one {what} cannot be split. Pass validation_data, or more rows."
         )
-    return examples.select(np.flatnonzero(~held_out)), examples.select(np.flatnonzero(held_out))
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def few_notes(count: int) -> list[str]:
+    """A note on a validation set of few examples."""
+    if count >= FEW:
+        return []
+    return [
+        f"The validation loss is of {plural(count, 'example')} alone, too few to tell runs apart or to choose weights by. "
+        "Raise validation_fraction, or pass validation_data."
+    ]

@@ -137,16 +137,12 @@ class TableTask(TrainTask):
         check_sizes(model, self.tokenizer, "max_length", self.config.max_length)
         return model
 
-    def align(self, batch: Batch, model: Any) -> Batch:
-        """The collator's batch with labels where the logits are that they are compared with."""
-        return batch
-
     def feed(self, model: Any) -> "TableFeed":
         train = self.train
         sampler = data.LengthBatchSampler(train.lengths, self._batching)
         collate = self.collator(widths=sampler.widths)
         return TableFeed(
-            train, sampler, collate, self.config.micro_batches, align=lambda batch: self.align(batch, model)
+            sampler, self.config.micro_batches, train.tokens, train, collate, lambda batch: self.align(batch, model)
         )
 
     def collator(self, **options: Any) -> data.Collator:

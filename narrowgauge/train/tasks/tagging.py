@@ -26,7 +26,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks.classification import MOST_CLASSES, SHOWN_CLASSES, labelled
+from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, labelled
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.tables import TableTask

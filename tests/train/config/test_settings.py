@@ -284,7 +284,9 @@ def settle_the_task(drawn: dict) -> None:
         drawn["token_budget"] = drawn["token_budget"] and max(16, drawn["token_budget"])
     if drawn["task"] != "text":
         drawn |= {"model": drawn["model"] or "m", "data": drawn["data"] + ".csv"}
-        drawn["max_length"] = max(2, drawn["max_length"])
+        if drawn["task"] == "question-answering":
+            drawn |= {name: drawn[name] or "c" for name in ("question_column", "context_column")}
+        drawn |= {"max_length": max(2, drawn["max_length"])} if "max_length" in drawn else {}
 
 
 def settle_answers_tags_and_choices(drawn: dict) -> None:
@@ -332,10 +334,10 @@ def configurations(draw) -> TrainConfig:
         drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
-    if drawn["tokenizer"]:
+    if drawn.get("tokenizer"):
         drawn.pop("vocab_size", None)
     if drawn["model"]:
-        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
+        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size"):
             drawn.pop(size, None)
     else:
         drawn["kv_heads"] = draw(st.sampled_from([0, 1, drawn["heads"]]))

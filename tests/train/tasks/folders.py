@@ -7,7 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     BertConfig,
@@ -19,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from narrowgauge.train.config.settings import TrainConfig
@@ -161,6 +165,40 @@ def two_texts(path: Path, count: int = 60) -> Path:
     """Three classes as numbers."""
     found = texts(count)
     return jsonl(path, [{"text": text, "other": found[0], "label": row % 3} for row, text in enumerate(found)])
+
+
+def scores(path: Path, count: int = 60) -> Path:
+    """Two numbers: whether 'red' stands in a text, in halves and with what 'green' adds; and 'green' alone."""
+    rows = [
+        {"text": text, "score": 1.5 * ("red" in text) + 0.5 * ("green" in text), "green": str(int("green" in text))}
+        for text in texts(count)
+    ]
+    return jsonl(path, rows)
+
+
+def vit(folder: Path, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_labels": 5,
+    }  # fmt: skip
+    ViTForImageClassification(ViTConfig(**{**sizes, **changes})).save_pretrained(folder)
+    known = {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}, "resample": 3,
+             "image_mean": [0.4, 0.5, 0.6], "image_std": [0.25, 0.25, 0.25]}  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(known), encoding="utf-8")
+    return folder
+
+
+def pictures(folder: Path, count: int = 60) -> Path:
+    """Noise of 10 x 12 pixels in which one of three channels is louder, by the name of its folder."""
+    draw = np.random.default_rng(0)
+    for place in range(count):
+        pixels = draw.integers(0, 120, (12, 10, 3))
+        pixels[..., place % 3] += 100
+        path = folder / ("red", "green", "blue")[place % 3] / f"{place}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    return folder
 
 
 def asked(text: str, draw: random.Random) -> dict[str, Any]:

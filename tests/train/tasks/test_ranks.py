@@ -24,6 +24,9 @@ JOBS = [
     "questions",
     "tags",
     "choices",
+    "regression",
+    "pictures",
+    "translated",
 ]
 
 
@@ -66,6 +69,10 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
             "perplexity",
             "f1",
             "exact_match",
+            "pearson",
+            "spearman",
+            "bleu",
+            "chrf",
         }
         ours, theirs = (
             [{key: event[key] for key in keys & event.keys()} for event in tiny.events(folder, kind)]

@@ -38,10 +38,12 @@ JOBS = [
     "tags",
     "packed tags",
     "choices",
+    "regression",
 ]
 AUTO = {
     "classification": transformers.AutoModelForSequenceClassification,
     "causal-lm": transformers.AutoModelForCausalLM,
+    "regression": transformers.AutoModelForSequenceClassification,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "question-answering": transformers.AutoModelForQuestionAnswering,
     "tagging": transformers.AutoModelForTokenClassification,
@@ -114,7 +116,10 @@ def min_step(evaluations, metric):
 
 
 @pytest.mark.parametrize(
-    "job", quick(["packed"], ["classification", "chat", "packed", "marian", "questions", "packed tags", "choices"])
+    "job",
+    quick(
+        ["packed"], ["classification", "chat", "packed", "marian", "questions", "packed tags", "choices", "regression"]
+    ),
 )
 def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     """Six or so steps are an epoch here, so that step 7 is of the second."""
@@ -137,7 +142,8 @@ def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
 
 
 @pytest.mark.parametrize(
-    "job", quick(["packed"], ["classification", "completion", "packed", "t5", "questions", "tags", "choices"])
+    "job",
+    quick(["packed"], ["classification", "completion", "packed", "t5", "questions", "tags", "choices", "regression"]),
 )
 def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
     """(8 x 1), (4 x 2), (1 x 8): loss and gradient norm of masked, padded and packed steps in float32, without dropout."""
