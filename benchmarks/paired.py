@@ -43,7 +43,12 @@ class Experiment:
                 figures = {"recipe": recipe, "seed": seed, **future.result()}
                 self._file(recipe, seed).write_text(json.dumps(figures), encoding="utf-8")
                 print(figures, flush=True)
-        return [json.loads(self._file(*pair).read_text(encoding="utf-8")) for pair in wanted]
+        return self.finished()
+
+    def finished(self) -> list[Figures]:
+        """The figures that are there."""
+        files = [self._file(recipe, seed) for seed in self.seeds for recipe in self.recipes]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
     def _file(self, recipe: str, seed: int) -> Path:
         return self.output / f"{recipe}-seed{seed}.json"

@@ -18,6 +18,7 @@ VERBS = {
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
     "compare": "Say whether runs and their branches have the same curve.",
     "debug": "Repeat a stretch of a run under one change after another, and say which mends it.",
+    "evaluate": "Score what a run has saved, narrow and in 16 bits, by its own data or tasks of lm-eval.",
     "report": "Write the page that shows how a run went.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",

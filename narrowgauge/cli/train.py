@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter, Token
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import place, run_folder
-from narrowgauge.train.config import switch_syntax, toml
+from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
 from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, OneOrPair, TrainConfig, key_of, resolved, shown
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
@@ -35,7 +35,7 @@ def refuse_unknown_recipes(settings: TrainConfig) -> None:
     """Imports torch. Raises ConfigError with the closest names."""
     from narrowgauge import recipes
 
-    own = {settings.recipe, *settings.layers_recipe.values()} - {recipes.AUTO}
+    own = recipe_syntax.names(settings.recipe, settings.layers_recipe) - {recipes.AUTO}
     later = {entry.recipe for entry in switch_syntax.parse(settings.switch)}
     for name in ({*own, settings.compare or NO_RECIPE} - {NO_RECIPE}) | later:
         recipes.get(name)
@@ -122,13 +122,7 @@ def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
-    table: dict[str, str] = {}
-    for token in tokens:
-        pattern, equals, recipe = token.value.partition("=")
-        if not equals or pattern in table:
-            raise ValueError(f"{token.value!r} is not 'pattern=recipe', or names its pattern twice")
-        table[pattern] = recipe
-    return table
+    return recipe_syntax.table(token.value for token in tokens)
 
 
 train.__signature__ = signature_of(train)  # type: ignore[attr-defined]

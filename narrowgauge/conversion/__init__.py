@@ -2,6 +2,7 @@
 
     convert(model, "fp8-current")
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
+    convert(model, {"*": "fp8-row", "layers.1.down_proj": "bf16:grad_weight"})       one product (`products`)
 
 A layer keeps its identity: the module object, its parameters, hooks, ties and users stay as they are, only its class becomes
 QLinear. Patterns are shell wildcards and ranges over dotted names (see `structure`); one without a leading `*` also matches the
@@ -22,11 +23,12 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import get_args
 
-import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.conversion.auto import Decision, decisions
+from narrowgauge.conversion.fast_path import refuse_fast_path
+from narrowgauge.conversion.products import Some, composed, parse
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
@@ -48,7 +50,7 @@ KEPT = dict.fromkeys(HEADS, "output head") | dict.fromkeys(
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
 SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it up would cost more than it saves
 
-Patterns = str | Recipe | Mapping[str, "str | Recipe | None"]
+Patterns = str | Recipe | Some | Mapping[str, "str | Recipe | Some | None"]
 
 
 def convert(
@@ -65,8 +67,8 @@ def convert(
     """Gives the Linears of `model` their recipes, in place, and returns the model.
 
     recipe  a name or Recipe for all Linears but the kept ones; or pattern -> name, Recipe or None (ordinary Linear), later
-            patterns win; None turns every QLinear back into an nn.Linear. "auto": for each layer the fastest at its sizes
-            (conversion/auto.py), for which the model must be on its device and in its dtype.
+            patterns win; "NAME:PRODUCTS" for some products of a layer; None turns every QLinear back into an nn.Linear. "auto": for each
+            layer the fastest at its sizes (conversion/auto.py), for which the model must be on its device and in its dtype.
     tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
@@ -92,7 +94,7 @@ def convert(
         for _, quantized in _quantized(model):
             _restore(quantized)
         unfuse(model)
-        _refuse_fast_path(model)
+        refuse_fast_path(model)
         return model
     resolved = _resolved(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -110,16 +112,17 @@ def convert(
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> why it stays wide
     left_to_auto: dict[str, nn.Linear] = {}
     for name, patterns in matching.items():
-        chosen = resolved[patterns[-1]]
         if kept[name] is not None:
             continue
-        if isinstance(chosen, str):
+        whole, parts, pattern = _decisive(linears[name], patterns, resolved)
+        if isinstance(whole, str):
             left_to_auto[name] = linears[name]
             continue
-        if chosen is not None and patterns[-1] not in wide:
-            wide[patterns[-1]] = wide_by_policy(model, chosen, patterns[-1])
-        reason = wide.get(patterns[-1], {}).get(name, "")
-        given[name] = recipes.BF16 if reason else chosen, reason, None
+        if whole is not None and pattern not in wide:
+            wide[pattern] = wide_by_policy(model, whole, pattern) if pattern else {}
+        reason = wide.get(pattern, {}).get(name, "")
+        own = recipes.BF16 if reason else whole
+        given[name] = composed(own, parts, name) if parts else own, reason, None
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
             # bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it.
@@ -134,7 +137,7 @@ def convert(
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.shared_inputs = shared
-    _refuse_fast_path(model)
+    refuse_fast_path(model)
     _warn(model)
     step_end.follow_model(model)
     if fuse:
@@ -142,12 +145,12 @@ def convert(
     return model
 
 
-def _resolved(recipe: Patterns) -> dict[str, str | Recipe | None]:
-    """Pattern -> its recipe, None or "auto". ConfigError for anything else."""
-    resolved: dict[str, str | Recipe | None] = {}
+def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:
+    """Pattern -> its recipe, or some products of one, None or "auto". ConfigError for anything else."""
+    resolved: dict[str, str | Recipe | Some | None] = {}
     for pattern, given in (recipe if isinstance(recipe, Mapping) else {"*": recipe}).items():
-        chosen = recipes.get(given) if isinstance(given, str) and given != recipes.AUTO else given
-        if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe)):
+        chosen = parse(given) if isinstance(given, str) and given != recipes.AUTO else given
+        if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe | Some)):
             raise ConfigError(
                 f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
                 "pattern; narrowgauge.recipes.names() lists the names."
@@ -158,29 +161,21 @@ def _resolved(recipe: Patterns) -> dict[str, str | Recipe | None]:
     return resolved
 
 
-def _refuse_fast_path(model: nn.Module) -> None:
-    """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
-
-    Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
-    it but the number that says which activation the kernel would compute: 0, none that it knows. False in its place says that there
-    was one.
-
-    nn.TransformerEncoder, which packs what is not padding into a nested tensor for those kernels, leaves that to them; None in its
-    switch says that it was on.
-    """
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False) is not False:
-            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in encoder.modules())
-            encoder.use_nested_tensor = None if has_recipe else True  # type: ignore[assignment]
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            own, number = layer.activation, layer.activation_relu_or_gelu
-            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in (layer.linear1, layer.linear2))
-            if has_recipe and number:
-                layer.activation_relu_or_gelu = False
-            elif number is False and not has_recipe:
-                is_relu, is_gelu = own is F.relu or isinstance(own, nn.ReLU), own is F.gelu or isinstance(own, nn.GELU)
-                layer.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
+def _decisive(
+    layer: nn.Linear, patterns: list[str], resolved: Mapping[str, str | Recipe | Some | None]
+) -> tuple[str | Recipe | None, list[Some], str]:
+    """Of the patterns that match a layer: what the last whole one gives, the parts after it, and that pattern, '' if none is whole."""
+    parts: list[Some] = []
+    for pattern in reversed(patterns):
+        given = resolved[pattern]
+        if not isinstance(given, Some):
+            if parts and given == recipes.AUTO:
+                raise ConfigError(
+                    f"convert: {parts[0].name!r} gives a layer some products, and 'auto' decides about all of them. Name its recipe."
+                )
+            return given, parts, pattern
+        parts.insert(0, given)
+    return layer.recipe if isinstance(layer, QLinear) else None, parts, ""
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.conversion import wide_by_policy
+from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
@@ -119,17 +119,8 @@ def widened(
 def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
     """`recipe` with those products from `wider` that are no narrower there."""
     old, new = recipe.gemms(), wider.gemms()
-    taken = [
-        name for name in GEMMS if name in products and new[name] != old[name] and bits(new[name]) >= bits(old[name])
-    ]
-    if not taken:
-        return recipe
-    if all(name in taken or new[name] == old[name] for name in GEMMS):
-        return wider
     try:
-        mixed = recipe.with_gemm(**{name: new[name] for name in taken})
-        save = wider.save if "grad_weight" in taken else mixed.save
-        return replace(mixed, name=f"{recipe.name}+{wider.name}:{','.join(taken)}", save=save)
+        return mixed(recipe, wider, [name for name in products if bits(new[name]) >= bits(old[name])])
     except ConfigError:
         raise ConfigError(
             f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "

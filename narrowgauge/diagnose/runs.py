@@ -68,6 +68,10 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
+    "blame": (
+        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"recipes": listed(text), "findings": listed(table(anything))},
+    ),
     "sample": ({}, {"prompt": text, "text": text}),
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),
     "switch": ({"switch": text}, {"layers": COUNT, "before": listed(text), "after": listed(text)}),

@@ -67,7 +67,7 @@ class QLinear(nn.Linear):
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin anew.
     Loading a state without any of the recipe's own leaves that as it is, and warns; one that has a part of it must have all.
 
-    observer   sees every operand in eager mode, see `Observer`
+    observer   sees every operand in eager mode, and results if it asks for them; see `Observer` and `ProductObserver`
     reason     why `convert` chose another recipe than the one asked for, for `describe`; '' if it did not
     decision   what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not
     """
@@ -325,13 +325,13 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
-        on_gpu = x.is_cuda
+        on_gpu, watches = x.is_cuda, hasattr(self.observer, "multiplied")
         plan = self.plan(x.device, wrapper(x, weight), wide and not on_gpu and x.device.type == "cpu")
         return LinearContext(
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             () if steps is None or cache is None else steps.version(),
             None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
-            not on_gpu and self._keeps_x(plan, x.device),
+            watches or (not on_gpu and self._keeps_x(plan, x.device)), False, watches,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

@@ -50,6 +50,8 @@ class LinearFunction(torch.autograd.Function):
         rhs = w_operand.rows(rotation) if y is None or w_operand.rows_matter else weight
         if y is None:
             y = plan.output.choice.kernel.run(lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate)
+            if context.watches:
+                context.observer.multiplied("output", bias, y)  # type: ignore[union-attr]
         if keeper is not None:
             keeper.end(y)
         ctx.context, ctx.wants, ctx.x_kept, ctx.again = context, wants, len(kept), x_operand.again
@@ -75,14 +77,14 @@ class LinearFunction(torch.autograd.Function):
         if wants[0]:
             rotation = Rotation.draw(recipe.grad_input.rotate, gy, context.stream, "grad_input")
             lhs, rhs = g.rows(rotation), w.cols(rotation, g)
-            d = _gradient(plan.grad_input, recipe.grad_input, lhs, rhs, context, ctx.x_dtype)
+            d = _gradient("grad_input", lhs, rhs, context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
-            d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, dtype)
+            d = _gradient("grad_weight", lhs, rhs, context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d if d.dtype == dtype else d.to(dtype)
         if ctx.bias_dtype is not None and asked[2]:
@@ -96,17 +98,21 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _gradient(
-    plan: Plan, gemm: Gemm, lhs: QTensor | Tensor, rhs: QTensor | Tensor, context: LinearContext, dtype: torch.dtype
+    product: str, lhs: QTensor | Tensor, rhs: QTensor | Tensor, context: LinearContext, dtype: torch.dtype
 ) -> Tensor:
     """A product whose result becomes a gradient of type `dtype`; in float32 where an epilogue works on it first.
 
     Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to that on its way, as in torch's own Linear there.
     """
+    plan: Plan = getattr(context.plan, product)
+    gemm: Gemm = getattr(context.plan.recipe, product)
     if context.plan.recipe.backward == "straight-through":
         dtype = torch.float32
     elif plan.expand == context.out_dtype == torch.bfloat16 and lhs.device.type == "cpu":
         dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
+    if context.watches:
+        context.observer.multiplied(product, None, d)  # type: ignore[union-attr]
     return d
 
 

@@ -102,8 +102,9 @@ class CodedOperand(Operand):
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
 
     def original(self) -> Tensor:
-        """The tensor, or what its codes decode to where only they were kept."""
-        if self.tensor is not None or self.coded is None or self.coded.codes is None:
+        """The tensor, or what its codes decode to where only they are kept (of x that is watched too: rows are sampled alike)."""
+        shown = self.tensor is not None and not (self.context.watches and self.plan.role == "x")
+        if shown or self.coded is None or self.coded.codes is None:
             return self.tensor
         return self.coded.codes * self.coded.scale
 
@@ -189,7 +190,8 @@ class CodedInput(CodedOperand):
         kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
             kept = (coded.scale, coded.packed, coded.bits, coded.residual, coded.rows)
-        return self.rotation.signs, self.tensor if self.needs[1] and (not reads or coded is None) else None, *kept
+        keeps_x = self.needs[1] and (not reads or coded is None or self.context.watches)
+        return self.rotation.signs, self.tensor if keeps_x else None, *kept
 
 
 class CodedWeight(CodedOperand):

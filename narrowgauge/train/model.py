@@ -7,6 +7,7 @@ which rounds the operands and multiplies in float32, and attention computes in f
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import SMALLEST, convert
+from narrowgauge.conversion import SMALLEST, convert, products
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
 from narrowgauge.diagnose.generators import seed_all
@@ -77,10 +78,10 @@ def _is_wide(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type]
 
 
-def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
+def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | products.Some | None:
     if name == NO_RECIPE:
         return None
-    return name if name == recipes.AUTO else chosen_recipe(config, name)
+    return name if name == recipes.AUTO else products.parse(name, partial(chosen_recipe, config))
 
 
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:

@@ -21,6 +21,7 @@ from narrowgauge.fuse import fusions
 from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
 from narrowgauge.optim import state_bytes
 from narrowgauge.train.attention import softmax_words
+from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.device import device_name
@@ -50,7 +51,7 @@ def notes(config: TrainConfig) -> Iterator[str]:
         yield (
             f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."
         )
-    names = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO, NO_RECIPE}
+    names = recipe_syntax.names(config.recipe, config.layers_recipe) - {recipes.AUTO, NO_RECIPE}
     sampling = sorted(name for name in names if recipes.get(name).samples())
     if config.compile and sampling:
         yield (

@@ -89,7 +89,6 @@ def test_help_lists_every_verb_and_each_has_its_file(capsys):
     for verb in cli.VERBS:
         assert f"  {verb}" in listed
         assert (ROOT / "narrowgauge" / "cli" / f"{verb}.py").exists()
-    assert set(cli.VERBS) == {"train", "plan", "compare", "debug", "report", "info", "recipes"}
     assert cli.main([]) == 0 and capsys.readouterr().out == listed
 
 
@@ -213,7 +212,7 @@ def other_value(each) -> tuple[str, object]:
         "switch": "bf16@82%:forward",
         "parallel": "dp=2,fsdp", "timeout_s": 30.0,
         "device": "cuda:1", "precision": "bf16-o2", "keep_float32": "norms,*.mlp.*",
-        "save": "quantized", "kv_heads": 2, "intermediate_size": 64, "micro_batches": 2, "clip_by": "",
+        "save": "quantized", "kv_heads": 2, "intermediate_size": 64, "micro_batches": 2, "clip_by": "", "guard": "",
         "optimizer": "lion", "states": "8bit", "embedding_states": "same", "master": "bf16-remainder", "checkpointing": "full",
         "hidden_size": 512, "heads": 4, "recipe": "bf16", "compare": "bf16", "beta1": 0.5, "beta2": 0.5, "validation_fraction": 0.25,
     }  # fmt: skip

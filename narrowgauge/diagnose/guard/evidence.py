@@ -110,7 +110,7 @@ class Evidence:
                 raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
         self.margin, self.least_margin = margin, least_margin
         self.checks: list[Check] = []
-        self._bets = _Bets()
+        self._bets = Bets()
 
     def add(self, difference: float, *, loss: float, control: float | None = None) -> Verdict:
         """The verdict after one more check.
@@ -170,12 +170,12 @@ class Evidence:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the checks and judges them again, by the margins of this object."""
-        self.checks, self._bets = [], _Bets()
+        self.checks, self._bets = [], Bets()
         for check in state["checks"]:
             self.add(**check)
 
 
-class _Bets:
+class Bets:
     """Everything that is bet on the differences of one run."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dic
 def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, rest: dict[str, Any], where: str) -> None:
     """Puts `collect`'s result back. Before anything changes: CheckpointError if it belongs to another model or cannot be a run's."""
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
-    _refuse_other_model(model.state_dict(), saved, where)
+    refuse_other_model(model.state_dict(), saved, where)
     with unusable(where):
         moments, rng = (unflatten(rest[name], tensors[name]) for name in ("optimizer", "rng"))
         problems = [
@@ -66,7 +66,7 @@ def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensor
     saved: types and shapes. CheckpointError if they belong to another model.
     """
     own = model.state_dict()
-    _refuse_other_model(own, saved.get("weights", {}) | saved.get("scaling", {}), where)
+    refuse_other_model(own, saved.get("weights", {}) | saved.get("scaling", {}), where)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def of_optimizer(name: str, form: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     return tree
 
 
-def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
+def refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
     here, there = ({name: shown(tensor) for name, tensor in state.items()} for state in (own, saved))
     differences = [f"{name} is missing" for name in here if name not in there]
     differences += [f"{name} is not part of this model" for name in there if name not in here]

@@ -17,7 +17,7 @@ from typing import Any
 
 from narrowgauge.diagnose.guard import settings as guard_settings
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config import parallel_syntax, switch_syntax
+from narrowgauge.train.config import parallel_syntax, recipe_syntax, switch_syntax
 
 TASKS = ("text", "causal-lm", "classification", "seq2seq")
 WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples
@@ -158,7 +158,7 @@ def _refuse_table(value: Any) -> str:
     for pattern, recipe in value.items():
         if isinstance(recipe, Mapping):
             return f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
-        words = _refuse_text(pattern) or _refuse_text(recipe)
+        words = _refuse_text(pattern) or _refuse_text(recipe) or recipe_syntax.refuse(recipe)
         if words or not pattern or not recipe:
             return words or "must have no empty pattern or recipe"
     return ""
@@ -240,7 +240,8 @@ class TrainConfig:
         "Number formats of the matrix products of every Linear; auto: the fastest for each, by a measurement; none: as the "
         "precision has them.", NOT_EMPTY)
     layers_recipe: TABLE = PRECISION(  # noqa: RUF009 (it returns a dataclasses.field)
-        dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes")
+        dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16', or some products, as 'layers.1.*=bf16:backward'.",
+        key="recipes")
     switch: str = PRECISION("", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'.")
     precision: str = PRECISION("amp-bf16", "Numbers outside the recipe.", OneOf(("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")))
     keep_float32: str = PRECISION("",

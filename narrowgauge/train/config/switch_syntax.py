@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.recipe_syntax import ALL, PRODUCTS
 
 ENTRY = re.compile(r"(?:(?P<layers>[^=@]+)=)?(?P<recipe>[^=@:%]+)@(?P<start>[^=@:]+)(?::(?P<products>[^=@:]+))?")
-ALL = ("output", "grad_input", "grad_weight")
-PRODUCTS = {"forward": ALL[:1], "backward": ALL[1:], **{product: (product,) for product in ALL}}
 FORM = "the form is [LAYERS=]RECIPE@START[:PRODUCTS], such as fp8-current@80% or layers.0.*=bf16@240:forward"
 
 

@@ -8,6 +8,8 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
+which may stand at the top as a list as well: recipes = ["lm_head=bf16"].
+
 `tomllib` gives the line of a syntax error only, so `_place` finds the lines of the keys.
 """
 
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfig, by_key, key_of
 
 MAX_BYTES = 2**16
@@ -66,6 +69,17 @@ def settings(text: str, name: str) -> Given:
     values = _tomllib(text, name)
     origins = {key: _place(name, text, key) for key in values}
     known = by_key()
+    for key, value in values.items():
+        if (
+            isinstance(value, list)
+            and key in known
+            and known[key].type is TABLE
+            and all(isinstance(each, str) for each in value)
+        ):
+            try:
+                values[key] = recipe_syntax.table(value)
+            except ValueError as error:
+                raise ConfigError(f"{origins[key]}: {key}: {error}. Write each pattern once.") from None
     problems = [((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)

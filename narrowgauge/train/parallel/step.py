@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from narrowgauge.data import valid_targets
-from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, first_seen, nonfinite_parameter
+from narrowgauge.diagnose.nonfinite import NOTHING, first_nonfinite, first_seen, nonfinite_parameter
 from narrowgauge.errors import DataError, DriftError
 from narrowgauge.train.loss import targets_of_step
 from narrowgauge.train.parallel.ranks import Ranks

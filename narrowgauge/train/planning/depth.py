@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from narrowgauge import recipes
+from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import ModelClass, own_configuration
 
@@ -60,7 +61,7 @@ def _differing(config: TrainConfig) -> str:
     for key, patterns in numbered.items():
         if any(re.search(r"(^|\.)\d", pattern) for pattern in patterns):
             return f"{key} names blocks by their numbers"
-    for name in (config.recipe, *config.layers_recipe.values()):
+    for name in sorted(recipe_syntax.names(config.recipe, config.layers_recipe)):
         if name in recipes.names() and (wide := recipes.get(name).wide_blocks) is not None:
             return f"recipe {name!r} keeps the {wide}"
     return ""

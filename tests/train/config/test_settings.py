@@ -171,6 +171,12 @@ def test_resolved_writes_out_the_sizes_that_depend_on_others():
         ("recipes = 3", "tiny.toml:1: recipes = 3: must be a table"),
         ("steps = 3\n[recipes]\nlayers.0.up = 'bf16'", 'write a pattern with dots in quotes: "layers..." = "bf16"'),
         ("steps = 3\n[recipes]\nlm_head = 3\n", "tiny.toml:2: recipes = {'lm_head': 3}: must be text"),
+        ('steps = 3\nrecipes = ["lm_head"]', "tiny.toml:2: recipes: 'lm_head' is not 'pattern=recipe'"),
+        ('recipes = ["up=bf16:gradweight"]', "'gradweight' is none. Closest: 'grad_weight'"),
+        (
+            "[recipes]\nup = 'auto:output'",
+            "must name a recipe with numbers of its own before the colon of 'auto:output'",
+        ),
         ("layers = " + "[" * 5000, "tiny.toml: cannot be read as TOML"),
         ("layers = " + "9" * 5000, "tiny.toml: cannot be read as TOML"),
     ],
@@ -191,6 +197,15 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path):
     for path in (tmp_path / "missing.toml", tmp_path, Path("zero\0byte")):
         with pytest.raises(ConfigError, match="cannot be read"):
             toml.load(path)
+
+
+def test_recipes_of_layers_stand_in_a_list_or_a_table(tmp_path: Path):
+    path = tmp_path / "list.toml"
+    path.write_text('recipes = ["lm_head=bf16", "layers.1.down_proj=bf16:output+grad_weight"]')
+    config = toml.load(path)
+    assert config.layers_recipe == {"lm_head": "bf16", "layers.1.down_proj": "bf16:output+grad_weight"}
+    path.write_text(toml.dump(config))
+    assert toml.load(path) == config
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge import convert
-from narrowgauge.diagnose.blame import first_nonfinite
+from narrowgauge.diagnose.nonfinite import first_nonfinite
 
 
 class Net(nn.Module):

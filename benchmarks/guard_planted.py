@@ -1,0 +1,242 @@
+"""Does the guard find planted faults by the third check, and leave healthy runs alone? Small Llamas on bytes of text, trained in full.
+
+    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, about half a minute of one core each
+    python -m benchmarks.guard_planted --judge                      judges the differences of finished runs again
+
+Every run is trained in its recipe, or with a fault of `planted_faults`. After warm-up, and after each stretch, a copy of its state
+goes on in BF16 on the batches that the run itself sees next (at the first and every fourth check also with its batches in
+halves: the control). The difference of the mean loss over the second half of the stretch goes to `Evidence`. The truth beside it
+is a BF16 run of the same seed over all steps: what the run's validation loss, and its training loss over the last sixth on the same
+batches, end above BF16's. A run is worse in truth if both say so by 0.01. Finished runs are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS, record
+from benchmarks.paired import Experiment, Figures
+from benchmarks.planted_faults import HEALTHY, SICK
+from narrowgauge.diagnose.guard.evidence import WITHIN, WORSE, Evidence
+
+SETTINGS: dict[str, Any] = {
+    "steps": 600, "warmup": 60, "first": 120, "every": 60, "batch": 8, "length": 64, "rate": 3e-3, "hidden": 64, "layers": 2,
+}  # fmt: skip
+WORSE_IN_TRUTH = 0.01  # nats
+UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
+
+
+def main() -> None:
+    options = _options()
+    settings = SETTINGS | {"data": str(options.data)}
+    names = [*UNCHECKED, *options.runs]
+    experiment = Experiment(train, names, options.seeds, settings, options.output)
+    results = experiment.finished() if options.judge else experiment.results(options.jobs)
+    rows = judged(results)
+    print(markdown(rows))
+    found = {**chance(results), **summary(rows)}
+    print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
+    record("guard_planted", [row | {"settings": SETTINGS} for row in [*rows, {"run": "all", **found}]], options.results)
+
+
+def train(
+    recipe: str, seed: int, *, data: str, steps: int, first: int, every: int, warmup: int, **sizes: Any
+) -> Figures:
+    """One run with its checks: differences, reference losses and controls (None where a check has none), and how it ended."""
+    import torch
+
+    from benchmarks.planted_faults import plant
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    text = torch.frombuffer(bytearray(Path(data).read_bytes()), dtype=torch.uint8).long()
+    held_out = len(text) // 10
+    model = build(sizes)
+    checked, halves = recipe not in UNCHECKED, recipe == "bf16-in-halves"
+    if checked:
+        plant(model, recipe)
+    run = Continuation(model, batches(text[:-held_out], seed, steps, sizes), sizes["rate"], warmup)
+    losses = run.go_on(first, halves=halves)
+    found: dict[str, list[float | None]] = {"differences": [], "references": [], "controls": []}
+    while len(losses) < steps:
+        wide, halved = None, None
+        if checked:
+            wide = _later(run.fork().go_on(every, wide=True))
+            if len(found["differences"]) % 4 == 0:
+                halved = _later(run.fork().go_on(every, wide=True, halves=True))
+        narrow = run.go_on(every, halves=halves)
+        losses += narrow
+        if wide is not None:
+            found["differences"].append(_later(narrow) - wide)
+            found["references"].append(wide)
+            found["controls"].append(None if halved is None else halved - wide)
+    tail = statistics.fmean(losses[-steps // 6 :])
+    return {**found, "tail": tail, "validation": run.validation(text[-held_out:], sizes["length"])}
+
+
+def _later(losses: Sequence[float]) -> float:
+    return statistics.fmean(losses[len(losses) // 2 :])
+
+
+def build(sizes: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=sizes["hidden"], intermediate_size=3 * sizes["hidden"], num_attention_heads=4,
+            num_hidden_layers=sizes["layers"], max_position_embeddings=sizes["length"],
+        )
+    )  # fmt: skip
+
+
+def batches(text: Any, seed: int, steps: int, sizes: dict[str, Any]) -> Any:
+    """ids [steps, batch, length], drawn from the text by the seed."""
+    import torch
+
+    source, length = torch.Generator().manual_seed(seed), sizes["length"]
+    starts = torch.randint(len(text) - length, (steps, sizes["batch"]), generator=source)
+    return text[starts[..., None] + torch.arange(length)]
+
+
+class Continuation:
+    """A model, its optimizer and its place in the data. Linear warm-up, then a linear descent to a tenth of the rate."""
+
+    def __init__(self, model: Any, data: Any, rate: float, warmup: int) -> None:
+        import torch
+
+        self.model, self.data, self.place = model, data, 0
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+        self.rate: Callable[[int], float] = lambda step: (
+            rate * min(step / warmup, 1 - 0.9 * max(step - warmup, 0) / len(data))
+        )
+
+    def fork(self) -> Continuation:
+        """A copy that knows nothing of this one."""
+        return copy.deepcopy(self)
+
+    def go_on(self, steps: int, *, wide: bool = False, halves: bool = False) -> list[float]:
+        """The losses of so many steps. wide: in BF16. halves: the gradient of two halves of each batch. Draws are put back if wide."""
+        import torch
+
+        from narrowgauge.conversion import suspended
+
+        losses = []
+        with suspended(self.model) if wide else nullcontext(), torch.random.fork_rng(enabled=wide):
+            for ids in self.data[self.place : self.place + steps]:
+                self.place += 1
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.rate(self.place)
+                parts = ids.chunk(2) if halves else [ids]
+                loss = 0.0
+                for part in parts:
+                    each = self.loss(part) / len(parts)
+                    each.backward()
+                    loss += float(each.detach())
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                losses.append(loss)
+        return losses
+
+    def loss(self, ids: Any) -> Any:
+        import torch
+
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(input_ids=ids, labels=ids).loss
+
+    def validation(self, text: Any, length: int, sequences: int = 256) -> float:
+        """Mean nats per byte of sequences that are evenly spread over the text, in narrow numbers."""
+        import torch
+
+        starts = torch.linspace(0, len(text) - length, sequences).long()
+        ids = text[starts[:, None] + torch.arange(length)]
+        with torch.no_grad():
+            return statistics.fmean(float(self.loss(part)) for part in ids.split(32))
+
+
+def judged(results: Sequence[Figures]) -> list[Figures]:
+    """A row per run: what `Evidence` says at each check, and the truth."""
+    truth = {each["seed"]: each for each in results if each["recipe"] == "bf16"}
+    rows = []
+    for each in results:
+        if each["recipe"] in UNCHECKED:
+            continue
+        evidence = Evidence()
+        checks = zip(each["differences"], each["references"], each["controls"], strict=True)
+        verdicts = [evidence.add(difference, loss=loss, control=control) for difference, loss, control in checks]
+        names = [verdict.name for verdict in verdicts]
+        truths = {key: each[key] - truth[each["seed"]][key] for key in ("tail", "validation")}
+        rows.append(
+            {
+                "run": each["recipe"], "seed": each["seed"], **{f"{key}_over_bf16": value for key, value in truths.items()},
+                "worse_in_truth": min(truths.values()) >= WORSE_IN_TRUTH, "differences": each["differences"],
+                "controls": each["controls"], "margin": verdicts[-1].margin, "verdicts": names,
+                "alarmed": names.index(WORSE) + 1 if WORSE in names else None,
+                "certified": names.index(WITHIN) + 1 if WITHIN in names else None,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def chance(results: Sequence[Figures]) -> dict[str, str]:
+    """What halved batches alone change at the end of a BF16 run, by seed."""
+    ends = {(each["recipe"], each["seed"]): each for each in results}
+    changed = [(each, ends["bf16", seed]) for (recipe, seed), each in ends.items() if recipe == "bf16-in-halves"]
+    return {
+        f"{key} loss of bf16 in halves minus bf16": ", ".join(
+            f"{ours[key] - theirs[key]:+.4f}" for ours, theirs in changed
+        )
+        for key in ("tail", "validation")
+    }
+
+
+def summary(rows: Sequence[Figures]) -> dict[str, str]:
+    """What the guard has to show, as counts."""
+    worse, healthy = [row for row in rows if row["worse_in_truth"]], [row for row in rows if row["run"] in HEALTHY]
+    sound = [row for row in healthy if not row["worse_in_truth"]]
+    return {
+        "worse in truth": f"{len(worse)} of {len(rows)} runs",
+        "of these alarmed by the third check": _share(worse, lambda row: (row["alarmed"] or 99) <= 3),
+        "healthy recipes alarmed at any check": _share(healthy, lambda row: row["alarmed"] is not None),
+        "healthy and not worse in truth, alarmed": _share(sound, lambda row: row["alarmed"] is not None),
+        "healthy recipes certified by the eighth check": _share(healthy, lambda row: (row["certified"] or 99) <= 8),
+    }
+
+
+def _share(rows: Sequence[Figures], holds: Callable[[Figures], bool]) -> str:
+    return f"{sum(map(holds, rows))} of {len(rows)}"
+
+
+def markdown(rows: Sequence[Figures]) -> str:
+    return "\n".join(_lines(rows))
+
+
+def _lines(rows: Sequence[Figures]) -> Iterator[str]:
+    yield "| run | seed | above BF16: training, validation | difference at each check, 1e-4 nats | alarm | within |"
+    yield "|---|---|---|---|---|---|"
+    for row in sorted(rows, key=lambda row: ((*HEALTHY, *SICK).index(row["run"]), row["seed"])):
+        differences = ", ".join(f"{1e4 * difference:+.0f}" for difference in row["differences"])
+        truth = f"{row['tail_over_bf16']:+.4f}, {row['validation_over_bf16']:+.4f}"
+        yield f"| `{row['run']}` | {row['seed']} | {truth} | {differences} | {row['alarmed'] or '-'} | {row['certified'] or '-'} |"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.guard_planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--data", type=Path, required=True, help="any text file")
+    parser.add_argument("--runs", nargs="+", default=[*HEALTHY, *SICK])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--judge", action="store_true", help="only judge what is finished")
+    parser.add_argument("--output", type=Path, default=Path("runs/guard_planted"))
+    parser.add_argument("--results", type=Path, default=RESULTS / "guard_planted.jsonl")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

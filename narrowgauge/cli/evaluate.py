@@ -1,0 +1,49 @@
+"""`narrowgauge evaluate RUN`: scores what a run has saved, by narrow products and by 16-bit ones."""
+
+import json as json_format
+from pathlib import Path
+
+from narrowgauge.train.config.settings import TrainConfig
+
+
+def evaluate(
+    run: Path = Path(TrainConfig.output),
+    /,
+    *,
+    tasks: str = "",
+    checkpoints: str = "newest",
+    dtype: str = "",
+    limit: int = 0,
+    batch_size: int = 8,
+    device: str = "auto",
+    json: bool = False,
+) -> int:
+    """Score the checkpoints of a run, narrow and in 16 bits, on its validation data or on tasks of lm-eval.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    tasks
+        Task files of lm-eval, or names that it knows, with commas; empty: the run's own validation data.
+    checkpoints
+        newest, all, best, or steps with commas.
+    dtype
+        Numbers of weights and activations: bfloat16, float16 or float32; empty: the run's own, and bfloat16 for tasks.
+    limit
+        Examples of each task, at most; 0: all.
+    batch_size
+        Examples of a task at a time.
+    device
+        auto, cpu, cuda or cuda:N.
+    json
+        Print the result as JSON.
+    """
+    from narrowgauge.train.evaluation.command import Asked
+    from narrowgauge.train.evaluation.command import evaluate as scored
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    result = scored(run, Asked(names, checkpoints, dtype, limit, batch_size, device))
+    text = result.pop("text")
+    print(json_format.dumps(result, indent=2) if json else text)
+    return 0

@@ -1,0 +1,135 @@
+"""Blame: which product of which layer is inaccurate, why, and whether that hurts.
+
+    from narrowgauge.diagnose.blame import blame
+
+    healthy = blame(model, batch)                     a batch of keyword arguments, or a function that does forward and backward
+    found = blame(model, batch, baseline=healthy)     later, or without a baseline
+    print(found)                                      a table, sentences, the line to use: recipes = ["layers.1.up_proj=bf16:grad_weight"]
+
+Each product (output, grad_input, grad_weight) of each converted Linear is measured in one step (`measure`), judged (`judge`), and the first
+suspects are confirmed (`confirm`). Model, windows, generators and gradients are as before, to the bit (`undisturbed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.diagnose.blame.confirm import by_gradient
+from narrowgauge.diagnose.blame.judge import SMALLEST, found_in
+from narrowgauge.diagnose.blame.measure import Product
+from narrowgauge.diagnose.blame.report import Blame, Confirmation
+from narrowgauge.diagnose.blame.undisturbed import undisturbed
+from narrowgauge.diagnose.blame.watch import OPERANDS, Key, converted, of_all_ranks, watching
+from narrowgauge.errors import ConfigError
+from narrowgauge.structure import require_module
+
+__all__ = ["Blame", "Confirmation", "blame", "observed"]
+
+CONFIRMED = 3  # suspects
+Baseline = Blame | Mapping[Key, Mapping[str, float]]
+
+
+def blame(
+    model: nn.Module,
+    step: Mapping[str, Any] | Callable[[], object],
+    *,
+    baseline: Baseline | None = None,
+    confirm: int = CONFIRMED,
+    at_once: int = 0,
+) -> Blame:
+    """Observes one step and says which products are inaccurate.
+
+    step      keyword arguments of the model, which then returns a loss (`.loss`, or the first of a tuple); or a function without arguments
+              that does forward and backward of all micro-batches. It is called once, and again for confirmations: it must repeat itself.
+    baseline  what `blame` found at a healthy step of the same model, or its `baseline`; None: products are judged by others of their kind
+    confirm   how many of the suspects are confirmed, by the gradient with each alone in 16 bits; 0 on several ranks
+    at_once   layers that are watched in a pass; 0: all. The inputs of watched layers are kept until their backward pass as they came.
+
+    Costs a step, two products in wide numbers for each product, and the memory that `measure` says; on several ranks, of which all call it
+    with data of their own (DistributedDataParallel, fully_shard, tensor parallel), one message. Raises ConfigError for a model without
+    converted Linears, for one whose products are not seen (compiled), and for hooks that step in backward.
+    """
+    require_module(model, "blame")
+    compute = step if callable(step) else _of_batch(model, step)
+    _refuse(model)
+    found = observed(model, compute, at_once=at_once)
+    if baseline is not None:
+        found = found.beside(baseline.baseline if isinstance(baseline, Blame) else baseline)
+    suspects = found.suspects[:confirm]
+    if not suspects:
+        return found
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        note = "Suspects are not confirmed on several ranks, of which each has its part of the gradient."
+        return Blame(found.findings, (), (*found.notes, note), found.step)
+    return Blame(found.findings, tuple(by_gradient(model, compute, suspects)), found.notes, found.step)
+
+
+def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 0, trace: bool = False) -> Blame:
+    """The findings of one step, nothing confirmed. trace: whoever calls it puts back what the step changes."""
+    layers = converted(model)
+    if not layers:
+        raise ConfigError(
+            "blame: no Linear of the model computes by a recipe. Convert it first, and leave `suspended`."
+        )
+    products: dict[Key, Product] = {}
+    for first in range(0, len(layers), at_once or len(layers)):
+        some = layers[first : first + (at_once or len(layers))]
+        with nullcontext() if trace else undisturbed(model), watching(some, products):
+            compute()
+    products = of_all_ranks(products)
+    if not products:
+        raise ConfigError(
+            "blame: no product was seen in the step. Compiled code cannot be observed: give the model that was compiled, and a step that "
+            "calls it."
+        )
+    recipes = {name: layer.recipe for name, layer in layers}
+    findings = tuple(found_in(products, recipes))
+    return Blame(findings, (), tuple(_notes(products, [name for name, _ in layers])))
+
+
+def _notes(products: Mapping[Key, Product], layers: list[str]) -> list[str]:
+    notes = []
+    if unseen := [name for name in layers if (name, "output") not in products]:
+        notes.append(f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first.")
+    for product in OPERANDS:
+        narrow = sum(
+            name == product and (each.lhs.is_narrow or each.rhs.is_narrow) for (_, name), each in products.items()
+        )
+        if 0 < narrow < SMALLEST:
+            notes.append(
+                f"Of {product} {narrow} products are narrow, too few to judge one by the others: give a healthy step as baseline."
+            )
+    if any(product == "output" for _, product in products) and not any(name != "output" for _, name in products):
+        notes.append("No gradient was seen: the step has no backward pass, or nothing of these layers trains.")
+    return notes
+
+
+def _of_batch(model: nn.Module, batch: Mapping[str, Any]) -> Callable[[], object]:
+    def compute() -> object:
+        output = model(**batch)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = output[0] if isinstance(output, tuple) else output
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"blame: the model returned {type(output).__name__} without a loss. Put the labels into the batch, or give a function "
+                "that does forward and backward."
+            )
+        loss.backward()
+        return loss
+
+    return compute
+
+
+def _refuse(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"blame: a hook acts on the gradient of {name!r} as soon as it is whole, as a step in backward does, and would change the "
+                "model. Remove the hooks for the call."
+            )

@@ -1,0 +1,96 @@
+"""Do suspects hurt? Where no trainer is there: the gradient of the step with one of them in 16 bits.
+
+    share = 1 - |g_suspect in 16 bits - g|^2 / |g_narrow - g|^2      g the gradient with all products in 16 bits, the same random numbers
+
+A suspect is confirmed if at least SHARE of the squared distance goes with it. Blind to what the gradient does not show: a saturating window
+may even make it larger, and of a product above which nothing trains there is none. A stretch of steps (train.blamed) sees those too.
+Costs a forward and a backward pass for each suspect and two more, and one copy of all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.conversion import suspended
+from narrowgauge.conversion.products import mixed
+from narrowgauge.diagnose.blame.judge import Finding
+from narrowgauge.diagnose.blame.report import Confirmation
+from narrowgauge.diagnose.blame.undisturbed import undisturbed
+from narrowgauge.errors import ConfigError
+from narrowgauge.recipe import Recipe
+from narrowgauge.recipes import BF16
+
+SHARE = 0.1
+
+
+@contextmanager
+def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
+    """Inside the block these products alone are computed in 16 bits, of layers that keep what they remember.
+
+    ConfigError of a weight that is kept as codes alone, which nothing else reads.
+    """
+    wider: dict[str, Recipe] = {}
+    for each in findings:
+        layer = model.get_submodule(each.layer)
+        if layer.frozen is not None:
+            raise ConfigError(
+                f"the weight of {each.layer!r} is frozen as codes. Call narrowgauge.memory.thaw(model) first."
+            )
+        wider[each.layer] = mixed(wider.get(each.layer, layer.recipe), BF16, (each.product,))
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in wider}
+    before = {name: layer.recipe for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.compute_as(wider[name])
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.compute_as(before[name])
+
+
+def by_gradient(model: nn.Module, compute: Callable[[], object], suspects: Sequence[Finding]) -> list[Confirmation]:
+    """One for each suspect. compute: forward and backward of the whole step."""
+    with undisturbed(model), suspended(model):
+        compute()
+        wide = [None if each.grad is None else each.grad.detach().clone() for each in model.parameters()]
+    whole, _ = _distance(model, compute, wide)
+    return [_confirmed(model, compute, each, wide, whole) for each in suspects]
+
+
+def _confirmed(
+    model: nn.Module, compute: Callable[[], object], suspect: Finding, wide: list[Tensor | None], whole: float
+) -> Confirmation:
+    try:
+        with in_16_bits(model, [suspect]):
+            left, size = _distance(model, compute, wide)
+    except ConfigError as error:
+        return Confirmation((suspect.name,), None, f"it cannot be computed in 16 bits: {str(error).rstrip('.')}")
+    if not whole > 0:
+        return Confirmation((suspect.name,), None, "the gradient is that of 16 bits, whatever it computes")
+    share, off = 1 - left / whole, (whole / size) ** 0.5 if size > 0 else float("inf")
+    words = (
+        f"with it alone in 16 bits {max(share, 0):.0%} of the squared distance of the gradient from that in 16 bits is gone "
+        f"(which is {off:.2g} of its norm)"
+    )
+    if share >= SHARE:
+        return Confirmation((suspect.name,), True, words, {"share": share, "distance": off})
+    more = "; clipping and slow drifts do not show in a gradient, only in a stretch of steps"
+    return Confirmation((suspect.name,), None, words + more, {"share": share, "distance": off})
+
+
+def _distance(model: nn.Module, compute: Callable[[], object], wide: list[Tensor | None]) -> tuple[float, float]:
+    """The square of the gradient's distance from `wide`, and of the norm of that."""
+    far = size = 0.0
+    with undisturbed(model):
+        compute()
+        with torch.no_grad():
+            for parameter, other in zip(model.parameters(), wide, strict=True):
+                if parameter.grad is not None and other is not None:
+                    far += float((parameter.grad - other).square().sum(dtype=torch.float64))
+                    size += float(other.square().sum(dtype=torch.float64))
+    return far, size

@@ -1,0 +1,218 @@
+"""Which products are suspect: beside a healthy step of the same product or, without one, beside the others of their kind.
+
+    times    of an operand    its error / that of the same operand of the healthy step, or the median of its kind
+             of a product     the larger of its two operands'
+    suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
+             not finite       a number that is none
+             operand          times above LIMIT; of integers, and of a window of earlier steps, above LOOSE_LIMIT
+
+A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
+Errors of operands are compared and not those of results: of a float format the first are alike in all layers of all models (within 1.05),
+while sums that cancel, or rows that repeat, move the second by a factor of up to 7. Those of integers follow from how far the largest
+element stands out, which training moves by a factor of up to 2.3; and a window is passed now and then by a healthy tensor too, for a
+step. Figures in docs/trust.md.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from narrowgauge.diagnose.blame.measure import Operand, Product
+from narrowgauge.diagnose.blame.watch import OPERANDS, Key
+
+LIMIT = 1.5
+LOOSE_LIMIT = 3.0
+SMALLEST = 4  # layers of a kind
+SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows."""
+
+    role: str
+    format: str
+    error: float
+    expected: float
+    saturated: float
+    underflown: float
+    lag: float | None
+    is_integer: bool
+    is_narrow: bool
+
+    @property
+    def times(self) -> float:
+        """How many times what is expected."""
+        if self.expected > 0:
+            return self.error / self.expected
+        return math.nan if math.isnan(self.error) else 0.0 if self.error == 0 else math.inf
+
+    @property
+    def limit(self) -> float:
+        return LOOSE_LIMIT if self.is_integer or self.lag is not None else LIMIT
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.is_narrow and not self.times <= self.limit
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One product of one layer.
+
+    error, noise, kernel, kernel_most  see `measure`
+    lhs, rhs                           its operands
+    recipe                             of the layer
+    """
+
+    layer: str
+    product: str
+    recipe: str
+    shape: tuple[int, int, int]
+    error: float
+    noise: float
+    kernel: float
+    kernel_most: float
+    lhs: Reading
+    rhs: Reading
+
+    @property
+    def worse(self) -> Reading:
+        """The operand that is further from what is expected."""
+        return max(
+            (self.rhs, self.lhs), key=lambda each: (math.isnan(each.error), each.is_narrow, each.times / each.limit)
+        )
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.kernel > self.kernel_most
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (self.noise, self.kernel, self.lhs.error, self.rhs.error)))
+
+    @property
+    def is_suspect(self) -> bool:
+        return not self.is_finite or self.is_kernel or self.lhs.is_suspect or self.rhs.is_suspect
+
+    @property
+    def score(self) -> tuple[float, ...]:
+        """By which findings are ordered: what is not a number, kernels that are off, limits that are passed, then times and noise."""
+        worse = self.worse
+        if not self.is_finite:
+            return (3.0, 0.0, 0.0)
+        return (
+            (2.0, self.kernel / self.kernel_most, 0.0)
+            if self.is_kernel
+            else (1.0, worse.times / worse.limit, self.noise)
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}:{self.product}"
+
+    @property
+    def reason(self) -> str:
+        """What is wrong with it, a clause; of one that is no suspect, how it compares."""
+        if not self.is_finite:
+            return "holds numbers that are not finite"
+        if self.is_kernel:
+            return (
+                f"its result is {self.kernel:.2g} off the product of its own codes, of which rounding explains {self.kernel_most:.2g}: "
+                "the kernel, not the format"
+            )
+        worse = self.worse
+        words = f"{worse.role} as {worse.format} is {worse.error:.2g} off, {worse.times:.1f} times the {worse.expected:.2g} of its kind"
+        for share, what in ((worse.saturated, "saturates"), (worse.underflown, "becomes zero")):
+            words += f"; {share:.0%} of it {what}" if share >= SHARE else ""
+        if worse.lag is not None and not 0.5 <= worse.lag <= 2:
+            side = f"{worse.lag:.2g} times" if worse.lag > 1 else f"1/{1 / max(worse.lag, 1e-30):.2g} of"
+            words += f"; its largest element is {side} what its window gives"
+        return words
+
+
+def found_in(
+    products: Mapping[Key, Product], recipes: Mapping[str, Any], baseline: Mapping[Key, Mapping[str, float]] | None = None
+) -> list[Finding]:  # fmt: skip
+    """The findings, worst first.
+
+    recipes   layer -> its Recipe
+    baseline  errors of operands at a healthy step, `errors_of` of it; a product that it does not know is judged by its kind
+    """
+    medians = _medians(products, recipes)
+    found = []
+    for (layer, product), seen in products.items():
+        own = (baseline or {}).get((layer, product), {})
+        readings = [
+            _reading(role, operand, own.get(role, _of_kind(medians, product, recipes[layer], role)))
+            for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True)
+        ]
+        numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
+        found.append(Finding(layer, product, recipes[layer].name, seen.shape, *numbers, *readings))
+    return sorted(found, key=lambda each: each.score, reverse=True)
+
+
+def errors_of(findings: list[Finding]) -> dict[Key, dict[str, float]]:
+    """(layer, product) -> role -> the error of that operand: the `baseline` of a later step."""
+    return {
+        (each.layer, each.product): {reading.role: reading.error for reading in (each.lhs, each.rhs)}
+        for each in findings
+    }
+
+
+def judged_by(findings: list[Finding], baseline: Mapping[Key, Mapping[str, float]]) -> list[Finding]:
+    """The same readings beside a healthy step."""
+
+    def beside(each: Finding, reading: Reading) -> Reading:
+        own = baseline.get((each.layer, each.product), {})
+        return replace(reading, expected=own.get(reading.role, reading.expected))
+
+    judged = [replace(each, lhs=beside(each, each.lhs), rhs=beside(each, each.rhs)) for each in findings]
+    return sorted(judged, key=lambda each: each.score, reverse=True)
+
+
+def _reading(role: str, seen: Operand, expected: float) -> Reading:
+    there = max(seen.nonzero, 1)
+    return Reading(
+        role=role, format=seen.format, error=seen.off, expected=expected,
+        saturated=seen.saturated / there, underflown=seen.underflown / there,
+        lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None,
+        is_integer=seen.is_integer, is_narrow=seen.is_narrow,
+    )  # fmt: skip
+
+
+_Kind = tuple[str, Any, str]  # product, Gemm or None for all, role
+
+
+def _medians(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[_Kind, float]:
+    members: dict[_Kind, list[float]] = {}
+    for (layer, product), seen in products.items():
+        gemm = getattr(recipes[layer], product)
+        for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
+            if operand.is_narrow and operand.size > 0 and math.isfinite(operand.off):
+                members.setdefault((product, gemm, role), []).append(operand.off)
+                members.setdefault((product, None, role), []).append(operand.off)
+    return {
+        kind: statistics.median(errors) for kind, errors in members.items() if kind[1] is None or len(errors) >= SMALLEST
+    }  # fmt: skip
+
+
+def _of_kind(medians: Mapping[_Kind, float], product: str, recipe: Any, role: str) -> float:
+    """0 where nothing narrow is there to compare with."""
+    gemm = getattr(recipe, product)
+    return medians.get((product, gemm, role), medians.get((product, None, role), 0.0))
+
+
+def as_numbers(finding: Finding) -> dict[str, Any]:
+    """JSON's types; see `from_numbers`."""
+    return asdict(finding)
+
+
+def from_numbers(numbers: Mapping[str, Any]) -> Finding:
+    """What `as_numbers` gave, after JSON."""
+    readings = {side: Reading(**numbers[side]) for side in ("lhs", "rhs")}
+    return Finding(**{**numbers, "shape": tuple(numbers["shape"]), **readings})

@@ -1,0 +1,247 @@
+"""One matrix product of a Linear against the same product in wide numbers: how far off it is, and what put it there.
+
+    lhs [M, K], rhs [N, K]    the operands as they came, rotated and sampled where the recipe does that
+    codes                     what was made of them: codes times scales, or 16 bits
+    result [M, N]             what the kernel gave of the codes
+
+    error        |result - lhs @ rhs.T| / |lhs @ rhs.T|                          the format, and the kernel        (Frobenius norms)
+    noise        |result - lhs @ rhs.T| / sqrt(sum over k |lhs_k|^2 |rhs_k|^2)   the same, as if nothing cancelled: k a contracted column
+    kernel       |result - codes product| / |codes product|                     the kernel alone
+    kernel_most  how much of that roundings of the sum and of the result explain, see `roundings`
+
+Wide is float64 on a CPU, and float32 without TF32 on a GPU, where float64 is slow and 2^-24 is far below what is looked for. One operand
+pair at a time is wide, lhs in stretches of rows: 8 bytes (4 on a GPU) per element of rhs, and STRETCH numbers.
+Sums of squares are kept, so that micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.diagnose.statistics import ROUNDING
+from narrowgauge.formats import FloatFormat, IntFormat
+from narrowgauge.ops.quantize import dequantize
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Window
+from narrowgauge.scaling import times_scale
+
+STRETCH = 2**22  # elements of lhs and of the result that are wide at once
+UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+TENSOR_CORE = 2.0**-13  # Hopper adds FP8 products with 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2)
+PROMOTED = 128  # FP8 products between two sums in float32, where accumulation is not fast
+
+
+@dataclass
+class Operand:
+    """Sums over what one operand of a product was cast from, finite elements alone.
+
+    error, size  squares of codes - original, and of the original
+    saturated    elements beyond the format's largest number; underflown: not zero, but of code zero; nonzero: of all that are not zero
+    used         largest amax that its scale was for (is_delayed: by a window); present: the largest amax itself
+    """
+
+    format: str = ""
+    is_narrow: bool = False
+    is_integer: bool = False
+    is_delayed: bool = False
+    error: float = 0.0
+    size: float = 0.0
+    saturated: int = 0
+    underflown: int = 0
+    nonzero: int = 0
+    used: float = 0.0
+    present: float = 0.0
+
+    @property
+    def off(self) -> float:
+        """|codes - original| / |original|."""
+        return _ratio(self.error, self.size)
+
+    def take(self, other: Operand) -> None:
+        for each in ("error", "size", "saturated", "underflown", "nonzero"):
+            setattr(self, each, getattr(self, each) + getattr(other, each))
+        for each in ("used", "present"):
+            setattr(self, each, max(getattr(self, each), getattr(other, each)))
+        for each in ("format", "is_narrow", "is_integer", "is_delayed"):
+            setattr(self, each, getattr(other, each))
+
+    def add(self, original: Tensor, codes: QTensor | Tensor, wide: torch.dtype) -> None:
+        """original [outer, inner] in the orientation of the codes."""
+        decoded = decode(codes)
+        for own, made, scale in _stretches(original, decoded, _scales(codes)):
+            wide_own = own.to(wide)
+            self.error += _squares(made.to(wide) - wide_own)
+            self.size += _squares(wide_own)
+            here = own != 0
+            self.nonzero += int(here.sum())
+            self.underflown += int((here & (made == 0)).sum())
+            if scale is not None and isinstance(codes, QTensor):
+                limit = scale * (codes.cast.format.max * (1 + ROUNDING))
+                self.saturated += int((own.abs().to(torch.float32) > limit).sum())
+        if not isinstance(codes, QTensor):
+            self.format = str(codes.dtype).removeprefix("torch.")
+            return
+        cast = codes.cast
+        self.format, self.is_narrow, self.is_integer = str(cast), True, isinstance(cast.format, IntFormat)
+        self.is_delayed = isinstance(cast.calibrate, Window)
+        if original.numel():
+            self.present = max(self.present, float(original.abs().amax()))
+            self.used = max(self.used, float(codes.full_scale().max()) * cast.format.max)
+
+
+@dataclass
+class Product:
+    """Sums over the calls of one product of one layer.
+
+    roundings  squares of what rounding explains of the kernel's distance
+    shape      [M, N, K] of the last call; calls: how many
+    """
+
+    lhs: Operand = field(default_factory=Operand)
+    rhs: Operand = field(default_factory=Operand)
+    far: float = 0.0
+    size: float = 0.0
+    incoherent: float = 0.0
+    off: float = 0.0
+    coded: float = 0.0
+    explained: float = 0.0
+    shape: tuple[int, int, int] = (0, 0, 0)
+    calls: int = 0
+
+    def take(self, other: Product) -> None:
+        """Adds the sums of another rank."""
+        for each in ("far", "size", "incoherent", "off", "coded", "explained", "calls"):
+            setattr(self, each, getattr(self, each) + getattr(other, each))
+        self.lhs.take(other.lhs)
+        self.rhs.take(other.rhs)
+        self.shape = other.shape
+
+    @property
+    def error(self) -> float:
+        return _ratio(self.far, self.size)
+
+    @property
+    def noise(self) -> float:
+        return _ratio(self.far, self.incoherent)
+
+    @property
+    def kernel(self) -> float:
+        return _ratio(self.off, self.coded)
+
+    @property
+    def kernel_most(self) -> float:
+        return _ratio(self.explained, self.coded)
+
+    @torch.no_grad()
+    def add(
+        self,
+        originals: tuple[Tensor, Tensor],
+        codes: tuple[QTensor | Tensor, QTensor | Tensor],
+        bias: Tensor | None,
+        result: Tensor,
+        fast: bool,
+    ) -> None:
+        """One call. originals, codes: of lhs and rhs, [outer, contracted]. fast: the kernel may add FP8 products with few bits."""
+        wide = torch.float32 if result.is_cuda else torch.float64
+        self.calls += 1
+        self.shape = result.shape[0], result.shape[1], originals[0].shape[1]
+        with exact_float32(result.device):
+            for operand, original, made in zip((self.lhs, self.rhs), originals, codes, strict=True):
+                operand.add(original, made, wide)
+            far, size, _ = _distance(result, originals, bias, wide)
+            columns = [each.to(wide).square().sum(dim=0, dtype=torch.float64) for each in originals]
+            decoded = decode(codes[0]), decode(codes[1])
+            off, coded, whole = _distance(result, decoded, bias, wide)
+            lengths = [math.sqrt(_squares(each.to(wide))) for each in decoded]
+        self.far, self.size, self.off, self.coded = self.far + far, self.size + size, self.off + off, self.coded + coded
+        self.incoherent += float((columns[0] * columns[1]).sum())
+        self.explained += roundings(result, codes, math.sqrt(coded), math.sqrt(whole), math.prod(lengths), fast) ** 2
+
+
+def roundings(
+    result: Tensor, codes: tuple[QTensor | Tensor, QTensor | Tensor], coded: float, whole: float, lengths: float, fast: bool
+) -> float:  # fmt: skip
+    """The most by which a right kernel's result is off its own codes' product, as a Frobenius norm.
+
+    Rounding of the result: a unit roundoff of what it holds, bias included (`whole`). The sum in float32: 4 sqrt(K) 2^-24 |lhs| |rhs|,
+    which a sum of K rounded terms passes with a probability below 1e-3 per element (Higham and Mary 2019, theorem 2.4). Narrow floats
+    on a GPU: 2^-13 of the sum for each of sqrt(K) independent roundings, K at most 128 where partial sums are promoted; measured is a
+    fifth of that (docs/convergence.md, fast accumulation).
+    """
+    contracted = codes[0].shape[1]
+    most = UNIT[result.dtype] * whole + 4 * math.sqrt(contracted) * UNIT[torch.float32] * lengths
+    floats = all(isinstance(each, QTensor) and isinstance(each.cast.format, FloatFormat) for each in codes)
+    if result.is_cuda and floats:
+        most += TENSOR_CORE * math.sqrt(contracted if fast else min(contracted, PROMOTED)) * coded
+    return most
+
+
+@contextmanager
+def exact_float32(device: torch.device) -> Iterator[None]:
+    """Float32 products of a GPU are computed as such inside the block, and as the program says after it."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def decode(codes: QTensor | Tensor) -> Tensor:
+    return dequantize(codes) if isinstance(codes, QTensor) else codes
+
+
+def _distance(
+    result: Tensor, operands: tuple[Tensor, Tensor], bias: Tensor | None, wide: torch.dtype
+) -> tuple[float, float, float]:
+    """Squares of result - (lhs @ rhs.T + bias), of lhs @ rhs.T, and of that with its bias."""
+    lhs, rhs = operands
+    right, far, size, whole = rhs.to(wide).T, 0.0, 0.0, 0.0
+    rows = max(1, STRETCH // max(lhs.shape[1] + rhs.shape[0], 1))
+    with torch.autocast(result.device.type, enabled=False):
+        for left, own in zip(lhs.split(rows), result.split(rows), strict=True):
+            product = left.to(wide) @ right
+            size += _squares(product)
+            if bias is not None:
+                product += bias.to(wide)
+            whole += _squares(product)
+            far += _squares(own.to(wide) - product)
+    return far, size, whole
+
+
+def _scales(codes: QTensor | Tensor) -> Tensor | None:
+    """The scale of each element, [outer, inner], or one for all."""
+    if not isinstance(codes, QTensor):
+        return None
+    scale = codes.full_scale()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    return times_scale(torch.ones(codes.shape, device=codes.device), scale, codes.cast.tile)
+
+
+def _stretches(own: Tensor, made: Tensor, scale: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    rows = max(1, STRETCH // max(own.shape[1], 1))
+    for first in range(0, len(own), rows):
+        part = slice(first, first + rows)
+        yield own[part], made[part], scale if scale is None or scale.numel() == 1 else scale[part]
+
+
+def _squares(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
+
+
+def _ratio(far: float, size: float) -> float:
+    """Of two sums of squares, as a ratio of norms; 0 of nothing, infinite of something in the place of nothing."""
+    if math.isnan(far) or math.isnan(size):
+        return math.nan
+    return math.sqrt(far / size) if size > 0 else 0.0 if far == 0 else math.inf

@@ -1,0 +1,76 @@
+"""Sees each product of each converted Linear in a step, and measures it (`measure`) at once: nothing of it is kept.
+
+Inputs of which a recipe keeps codes alone are kept as they came while a layer is watched (`LinearContext.watches`), so that grad_weight is
+judged against x and not against its codes. With `at_once` layers watched in a pass, more passes hold fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.diagnose.blame.measure import Product
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.plan import PRODUCTS
+from narrowgauge.qtensor import QTensor
+
+# Product -> the roles of its lhs and its rhs.
+OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
+Key = tuple[str, str]  # layer, product
+
+
+class LayerWatch:
+    """The observer of one layer (`nn.plan.ProductObserver`)."""
+
+    def __init__(self, name: str, layer: QLinear, found: dict[Key, Product]) -> None:
+        self.name, self.layer, self.found = name, layer, found
+        self.seen: dict[tuple[str, str], tuple[Tensor, QTensor | Tensor]] = {}
+
+    def __call__(self, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+        is_rows = PRODUCTS[role][0] == gemm
+        self.seen[gemm, role] = (original.detach() if is_rows else original.detach().T, operand)
+
+    def multiplied(self, gemm: str, bias: Tensor | None, result: Tensor) -> None:
+        lhs, rhs = (self.seen.pop((gemm, role), None) for role in OPERANDS[gemm])
+        if lhs is None or rhs is None:
+            return
+        recipe = self.layer.recipe
+        fast = recipe is not None and getattr(recipe, gemm).fast_accumulate
+        product = self.found.setdefault((self.name, gemm), Product())
+        product.add((lhs[0], rhs[0]), (lhs[1], rhs[1]), bias, result.detach(), fast)
+
+
+@contextmanager
+def watching(layers: Sequence[tuple[str, QLinear]], found: dict[Key, Product]) -> Iterator[None]:
+    """Inside the block, products of these layers are measured. Observers of before are back after it."""
+    before = [layer.observer for _, layer in layers]
+    try:
+        for name, layer in layers:
+            layer.observer = LayerWatch(name, layer, found)
+        yield
+    finally:
+        for (_, layer), observer in zip(layers, before, strict=True):
+            layer.observer = observer
+
+
+def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
+    """The sums of all ranks; each has called this. Shards of a layer add up as micro-batches do."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return found
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, found)
+    total: dict[Key, Product] = {}
+    for each in told:
+        for key, product in each.items():
+            total.setdefault(key, Product()).take(product)
+    return total
+
+
+def converted(model: nn.Module) -> list[tuple[str, QLinear]]:
+    """The Linears that compute by a recipe now."""
+    layers = ((name, each) for name, each in model.named_modules() if isinstance(each, QLinear))
+    return [(name, each) for name, each in layers if each.recipe is not None and not each.is_suspended]

@@ -1,0 +1,247 @@
+"""What `narrowgauge evaluate` does: each checkpoint by narrow products and by 16-bit ones, and what lies between the two.
+
+A difference is paired where a score is a mean over examples: both saw the same ones, so its standard error is that of the differences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge import storage
+from narrowgauge.diagnose.format_text import duration, signed
+from narrowgauge.diagnose.generators import generators, set_generators
+from narrowgauge.diagnose.runs import decode, encode
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.optim import precision as precisions
+from narrowgauge.train.config.settings import WRITING
+from narrowgauge.train.console import tell
+from narrowgauge.train.device import chosen_device
+from narrowgauge.train.evaluation.lm_tasks import LmTasks, Scores
+from narrowgauge.train.evaluation.saved import NEWEST, SavedRun, versions
+from narrowgauge.train.parallel.evaluation import readings
+from narrowgauge.train.parallel.ranks import Ranks
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FILE = "evaluation.json"
+VALIDATION = "validation"  # the run's own data, beside the names of tasks
+FP16_WARNING = (
+    "WARNING: float16 ends at 65,504, and these weights were trained where numbers reach 3e38 ({words}): activations may overflow, "
+    "and scores may be wrong without a sign. Score, and deploy, in bfloat16."
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to score, and how."""
+
+    tasks: tuple[str, ...] = ()  # none: the run's own validation data
+    checkpoints: str = NEWEST
+    dtype: str = ""  # '' is the run's precision, and bfloat16 for tasks
+    limit: int = 0
+    batch_size: int = 8
+    device: str = "auto"
+
+
+def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
+    """Scores the checkpoints of a run, and keeps the result in RUN/evaluation.json; in JSON's types, with its `text`.
+
+    A checkpoint that is damaged is passed over, and named in `passed_over`. ConfigError and DataError before anything is scored.
+    Generators are as before.
+    """
+    held = generators()
+    try:
+        return _evaluated(Path(run), asked)
+    finally:
+        set_generators(held)
+
+
+def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
+    if asked.dtype not in ("", *DTYPES):
+        raise ConfigError(f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.")
+    if asked.limit < 0 or asked.batch_size < 1:
+        raise ConfigError(
+            f"limit = {asked.limit}, batch_size = {asked.batch_size}: must be at least 0 and 1. Leave them out, or raise them."
+        )
+    saved = SavedRun.open(run, chosen_device(asked.device))
+    paths = saved.paths(asked.checkpoints)
+    if asked.tasks and saved.config.task not in WRITING:
+        raise ConfigError(
+            f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. Leave --tasks out to score its own data."
+        )
+    dtype = asked.dtype or ("bfloat16" if asked.tasks else "")
+    tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size) if asked.tasks else None
+    if dtype == "float16":
+        tell(FP16_WARNING.format(words=f"recipe {saved.config.recipe}, precision {saved.config.precision}"))
+    rows, passed_over = list[dict[str, Any]](), dict[str, str]()
+    started_at_s = time.monotonic()
+    for number, path in enumerate(paths):
+        name = f"{path.parent.name}/{path.name}"
+        try:
+            rows.append({"checkpoint": name, **_of_checkpoint(saved, path, dtype, tasks)})
+        except CheckpointError as error:
+            tell(f"WARNING: passed over: {error}")
+            passed_over[name] = str(error)
+            continue
+        left_s = (time.monotonic() - started_at_s) / (number + 1) * (len(paths) - number - 1)
+        tell(f"{name}: scored, {number + 1} of {len(paths)}{f', about {duration(left_s)} left' if left_s else ''}")
+    if not rows:
+        raise CheckpointError(
+            f"{run}: none of the {len(paths)} checkpoints could be scored: {next(iter(passed_over.values()))}"
+        )
+    result: dict[str, Any] = {
+        "recipe": saved.config.recipe,
+        "dtype": dtype or saved.config.precision,
+        "tasks": [*tasks.loaded] if tasks else [VALIDATION],
+        "limit": asked.limit,
+        "checkpoints": rows,
+        "passed_over": passed_over,
+    }
+    result["text"] = rendered(result)
+    _keep(saved.folder.path / FILE, result)
+    return result
+
+
+def _of_checkpoint(saved: SavedRun, path: Path, dtype: str, tasks: LmTasks | None) -> dict[str, Any]:
+    model, step, why = saved.model(path)
+    if dtype:
+        model.to(DTYPES[dtype])
+    found = {}
+    for version, ready in versions(model, why):
+        if tasks is None:
+            found[version] = {VALIDATION: _on_own_data(saved, ready, dtype)}
+        else:
+            found[version] = tasks.scores(ready, saved.task.tokenizer)
+    return {"step": step, "not_narrow": why, **joined(found)}
+
+
+def _on_own_data(saved: SavedRun, model: Any, dtype: str) -> Scores:
+    """The metrics of the run's own evaluations, in its precision or with all weights in `dtype`."""
+    precision = precisions.get(saved.config.precision if not dtype else "fp32")
+    objective = saved.task.objective(model, DTYPES[dtype] if dtype else precision.computes_in)
+
+    @torch.no_grad()
+    def score(batch: Any) -> Any:
+        with precision.context(saved.device.type):
+            return objective.scored(batch, saved.device)
+
+    found = saved.task.evaluate(model, partial(readings, score=score, share=(0, 1), ranks=Ranks()))
+    values = {name: float(value) for name, value in found.items() if isinstance(value, float)}
+    return Scores(values, {}, {})
+
+
+def joined(found: Mapping[str, Mapping[str, Scores]]) -> dict[str, Any]:
+    """version -> task -> scores, as JSON: the values of each version, and by how much narrow lies above 16 bits."""
+    versions = {
+        version.replace(" ", "_"): {
+            task: {"values": each.values, "stderr": each.stderr} for task, each in scores.items()
+        }
+        for version, scores in found.items()
+    }
+    if "narrow" not in found:
+        return versions
+    pairs = {task: (scores, found["16 bits"][task]) for task, scores in found["narrow"].items()}
+    return versions | {"difference": {task: _differences(*pair) for task, pair in pairs.items()}}
+
+
+def _differences(narrow: Scores, wide: Scores) -> dict[str, dict[str, Any]]:
+    """Metric -> `mean` (narrow minus 16 bits); where it is a mean over examples also `stderr`, `changed` and `examples`."""
+    result: dict[str, dict[str, Any]] = {}
+    for metric in narrow.values.keys() & wide.values.keys():
+        result[metric] = {"mean": narrow.values[metric] - wide.values[metric]}
+        ours, theirs = narrow.examples.get(metric, {}), wide.examples.get(metric, {})
+        gaps = [ours[number] - theirs[number] for number in sorted(ours.keys() & theirs.keys())]
+        if len(gaps) > 1:
+            error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+            result[metric] |= {"stderr": error, "changed": sum(map(bool, gaps)), "examples": len(gaps)}
+    return dict(sorted(result.items()))
+
+
+def rendered(result: Mapping[str, Any]) -> str:
+    """A table: a line for each checkpoint, task and metric; then what it means."""
+    head = ("checkpoint", "task", "metric", f"narrow ({result['recipe']})", "16 bits", "narrow − 16 bits")
+    lines = [head, *_lines(result)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([f"Scored in {result['dtype']}.", "", *table, "", *_sentences(result)])
+
+
+def _lines(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    lines = list[tuple[str, ...]]()
+    for row in result["checkpoints"]:
+        for task, wide in row["16_bits"].items():
+            for metric in wide["values"]:
+                narrow = row.get("narrow", {}).get(task)
+                gap = row.get("difference", {}).get(task, {}).get(metric)
+                lines.append((
+                    row["checkpoint"], task, metric, _value(narrow, metric), _value(wide, metric), _gap(gap),
+                ))  # fmt: skip
+    return lines
+
+
+def _value(scores: Mapping[str, Any] | None, metric: str) -> str:
+    if scores is None:
+        return "–"
+    error = scores["stderr"].get(metric)
+    return f"{scores['values'][metric]:.4f}" + (f" ± {error:.4f}" if error else "")
+
+
+def _gap(gap: Mapping[str, Any] | None) -> str:
+    if gap is None:
+        return ""
+    if "stderr" not in gap:
+        return signed(gap["mean"])
+    error = f" ± {gap['stderr']:.4f}" if gap["changed"] else ""
+    return f"{signed(gap['mean'])}{error}; {gap['changed']} of {gap['examples']} examples change"
+
+
+def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
+    """What a reader may take from it."""
+    rows, said = result["checkpoints"], []
+    if any("±" in cell for line in _lines(result) for cell in line):
+        said.append(
+            "± is one standard error over the examples; that of a difference is of the same examples scored twice."
+        )
+    said += [f"{row['checkpoint']} has no narrow score: {row['not_narrow']}." for row in rows if row["not_narrow"]]
+    if not any(row["not_narrow"] or "narrow" in row for row in rows):
+        said.append(f"The forward products of {result['recipe']} are not narrow, so there is one score.")
+    several = {(task, metric) for row in rows for task, gaps in row.get("difference", {}).items() for metric in gaps}
+    if len(rows) > 1:
+        for task, metric in sorted(several):
+            gaps = [row["difference"][task][metric]["mean"] for row in rows if "difference" in row]
+            said.append(
+                f"{task}, {metric}: over {len(gaps)} checkpoints narrow lies {signed(statistics.mean(gaps))} from 16 bits on average, "
+                f"from {signed(min(gaps))} to {signed(max(gaps))}."
+            )
+    elif several:
+        said.append("One checkpoint: single scores are noisy, --checkpoints all scores every one that is kept.")
+    return said
+
+
+def _keep(path: Path, result: Mapping[str, Any]) -> None:
+    """Beside the results of other questions: what was asked of the same tasks, precision and examples before is replaced."""
+
+    def question(each: Mapping[str, Any]) -> tuple[Any, ...]:
+        names = [row["checkpoint"] for row in each["checkpoints"]]
+        return each["tasks"], each["dtype"], each["limit"], names
+
+    earlier: list[dict[str, Any]] = []
+    if path.exists():
+        try:
+            earlier = decode(path.read_bytes())["results"]
+            earlier = [each for each in earlier if question(each) != question(result)]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: damaged: {error!r}. Move it away; the scores are: {json.dumps(result['checkpoints'])}"
+            ) from None
+    with storage.refusals("keep the scores in", path.parent):
+        storage.replace_file(path, encode({"results": [*earlier, result]}, indent=1) + "\n")

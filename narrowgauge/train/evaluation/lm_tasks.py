@@ -1,0 +1,137 @@
+"""Tasks of lm-eval: task files on this machine, or tasks that lm-eval brings, scored on a model that is at hand.
+
+A path in a task file (`dataset_kwargs: data_files`, `!function`) is relative to the file, or to the current folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from narrowgauge.diagnose.generators import seed_all
+from narrowgauge.errors import ConfigError, DataError, closest
+
+INSTALL = "narrowgauge evaluate --tasks needs the package 'lm-eval'. Run: pip install 'narrowgauge[evaluate]'."
+SEED = 1234  # as lm-eval's own: which examples are shown before the question
+Values = dict[str, dict[int, float]]  # metric -> number of the example -> its value
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one task: metric -> value; where it is a mean over examples, its standard error, and the value of each by number."""
+
+    values: dict[str, float]
+    stderr: dict[str, float | None]
+    examples: Values
+
+
+class LmTasks:
+    """The named tasks, loaded once, for any number of models."""
+
+    def __init__(self, names: Sequence[str], limit: int, batch_size: int) -> None:
+        """names: paths of task files, or names that lm-eval knows. limit: examples of each task, 0 for all. Loads their data."""
+        try:
+            from lm_eval import tasks as lm_eval_tasks
+        except ImportError as error:
+            raise ConfigError(INSTALL) from error
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        self.limit, self.batch_size = limit, batch_size
+        files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) or Path(name).exists()]
+        for file in files:
+            _refuse_no_task(file)
+        others = [name for name in names if Path(name) not in files]
+        manager = lm_eval_tasks.TaskManager(include_defaults=bool(others))
+        for name in others:
+            if name not in manager.task_index:
+                near = closest(name, manager.all_tasks, limit=1)
+                raise ConfigError(
+                    f"tasks = {name!r}: no such file, and lm-eval has no task of that name. "
+                    f"{f'Closest: {near}. ' if near else ''}Name a task file (.yaml)."
+                )
+        self.loaded: dict[str, Any] = {}
+        for name in names:
+            folder = Path(name).parent if Path(name) in files else Path()
+            self.loaded |= _load(manager, Path(name).name if Path(name) in files else name, folder)
+        for task in self.loaded.values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=SEED)
+
+    def scores(self, model: Any, tokenizer: Any) -> dict[str, Scores]:
+        """Task -> its scores by `model`, in evaluation mode, on its device. Seeds all generators."""
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size, device=str(model.device))
+        seed_all(SEED)
+        tasks = {"tasks": self.loaded, "groups": {}, "group_map": {}}
+        found = evaluate(wrapped, tasks, limit=self.limit or None, bootstrap_iters=0)
+        assert found is not None
+        return {
+            name: _read(values, found["samples"][name])
+            for name, values in found["results"].items()
+            if name in found["samples"]
+        }
+
+
+def _refuse_no_task(file: Path) -> None:
+    """ConfigError unless it can be read, and names a task."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        names = [node.value for node, _ in getattr(yaml.compose(text), "value", ())]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else str(error).replace("\n", " ")
+        raise ConfigError(
+            f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file."
+        ) from None
+    if not {"task", "group"} & set(names):
+        raise ConfigError(
+            f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file."
+        )
+
+
+def _load(manager: Any, name: str, folder: Path) -> dict[str, Any]:
+    """The tasks of a file or name, with their data."""
+    errors: list[Exception] = []
+    for place in dict.fromkeys((folder, Path())):
+        try:
+            with contextlib.chdir(place):
+                return dict(manager.load([name if place == folder else str(folder / name)])["tasks"])
+        except Exception as error:  # whatever lm-eval and datasets stumble over
+            errors.append(error)
+    words = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())
+    raise DataError(
+        f"tasks = '{folder / name}': lm-eval cannot load it: {words}. Mend the task file, or its data."
+    ) from errors[0]
+
+
+def _read(values: dict[str, Any], samples: list[dict[str, Any]]) -> Scores:
+    """lm-eval's keys are as "acc,none"."""
+    numbers = {key.partition(",")[0]: float(value) for key, value in values.items() if _is_number(value)}
+    numbers = {key: value for key, value in numbers.items() if key != "sample_len" and not key.endswith("_stderr")}
+    examples = {
+        key: {int(sample["doc_id"]): float(sample[key]) for sample in samples if _is_number(sample.get(key))}
+        for key in numbers
+    }
+    of_means = {  # of a corpus's BLEU or a perplexity the examples hold something else
+        key: found
+        for key, found in examples.items()
+        if found and math.isclose(statistics.mean(found.values()), numbers[key], abs_tol=1e-9)
+    }
+    return Scores(numbers, {key: _standard_error([*found.values()]) for key, found in of_means.items()}, of_means)
+
+
+def _standard_error(values: list[float]) -> float | None:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

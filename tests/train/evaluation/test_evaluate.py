@@ -1,0 +1,166 @@
+"""Scores of what a run has saved: as the run scored itself, on any checkpoint, and by tasks of lm-eval as transformers' own model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from narrowgauge import cli
+from narrowgauge.errors import CheckpointError, ConfigError, DataError
+from narrowgauge.train import loop
+from narrowgauge.train.evaluation.command import Asked, evaluate
+from narrowgauge.train.evaluation.lm_tasks import LmTasks
+from narrowgauge.train.evaluation.saved import SavedRun, versions
+from tests.train import tiny
+
+CHOICES = """task: words
+dataset_path: json
+dataset_kwargs: {data_files: {test: words.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ROLLING = """task: prose
+dataset_path: json
+dataset_kwargs: {data_files: {test: words.jsonl}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{question}} {{choices[0]}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    """A run of twelve steps with three checkpoints."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    config = tiny.settings(
+        text, folder, recipe="fp8-delayed", steps=12, checkpoint_every=4, keep=3, eval_every=4, learning_rate=5e-3
+    )
+    assert loop.run(config) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def task_files(tmp_path):
+    """Two task files, and their data beside them, which are not in the current folder."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "words.yaml").write_text(CHOICES)
+    (folder / "prose.yaml").write_text(ROLLING)
+    rows = [
+        {"question": f"the {a}", "choices": [f" {a}", f" {b}"], "gold": place % 2}
+        for place, (a, b) in enumerate(zip(tiny.WORDS, tiny.WORDS[1:], strict=False))
+    ]
+    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+def test_a_checkpoint_scores_as_the_run_did(run) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    result = evaluate(run, Asked(checkpoints="all", device="cpu"))
+    logged = tiny.events(run, "eval")
+    assert [row["step"] for row in result["checkpoints"]] == [4, 8, 12] == [event["step"] for event in logged]
+    for row, event in zip(result["checkpoints"], logged, strict=True):
+        narrow, wide = (row[version]["validation"]["values"]["loss"] for version in ("narrow", "16_bits"))
+        assert (narrow, wide) == (event["loss"], event["wide"]["loss"])
+        assert row["difference"]["validation"]["loss"]["mean"] == narrow - wide
+    assert "over 3 checkpoints narrow lies" in result["text"]
+    kept = json.loads((run / "evaluation.json").read_text())["results"]
+    assert [each["tasks"] for each in kept] == [["validation"]]
+    evaluate(run, Asked(checkpoints="all", device="cpu"))  # asked again, it is kept once
+    assert len(json.loads((run / "evaluation.json").read_text())["results"]) == 1
+    assert before == {
+        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "evaluation.json"
+    }
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
+    weights = run / "checkpoints" / "step-00000008" / "weights-0.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    result = evaluate(run, Asked(checkpoints="all", device="cpu"))
+    assert [row["step"] for row in result["checkpoints"]] == [4, 12]
+    assert [*result["passed_over"]] == ["checkpoints/step-00000008"]
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints could be scored"):
+        evaluate(run, Asked(checkpoints="8", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (Asked(dtype="float61"), "is not one of bfloat16"),
+        (Asked(limit=-1), "at least 0"),
+        (Asked(checkpoints="4,5"), "There are 4, 8, 12"),
+        (Asked(checkpoints="best"), "There are 4, 8, 12"),
+        (Asked(tasks=("nowhere.yaml",)), "No such file"),
+    ],
+)
+def test_bad_questions_are_refused(trained, asked, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        evaluate(trained, asked)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        evaluate(tmp_path)
+
+
+def test_float16_of_weights_trained_in_bfloat16_is_warned_of(trained, capsys) -> None:
+    saved = SavedRun.open(trained, torch.device("cpu"))
+    assert saved.paths("newest")[0].name == "step-00000012"
+    assert cli.main(["evaluate", str(trained), "--dtype", "float16", "--device", "cpu"]) == 0
+    told = capsys.readouterr()
+    assert "WARNING: float16 ends at 65,504" in told.err and "Scored in float16." in told.out
+
+
+def test_weights_alone_have_no_narrow_score_where_steps_were_learnt(make, tmp_path) -> None:
+    config = make(recipe="int4-hq-lss", best="loss", steps=2, eval_every=1)
+    assert loop.run(config) == 0
+    saved = SavedRun.open(tmp_path / "run", torch.device("cpu"))
+    [best], [newest] = saved.paths("best"), saved.paths("newest")
+    model, _, why = saved.model(best)
+    assert "holds weights alone" in why and [name for name, _ in versions(model, why)] == ["16 bits"]
+    model, _, why = saved.model(newest)
+    assert not why and [name for name, _ in versions(model, why)] == ["narrow", "16 bits"]
+
+
+@pytest.mark.slow  # importing lm-eval takes seconds
+def test_the_suspended_model_scores_as_transformers_bfloat16_model(run, task_files) -> None:
+    import transformers
+
+    files = tuple(str(task_files / name) for name in ("words.yaml", "prose.yaml"))
+    drawn = torch.get_rng_state()
+    [row] = evaluate(run, Asked(files, device="cpu"))["checkpoints"]
+    assert torch.equal(drawn, torch.get_rng_state())
+    final = run / "final"
+    model = transformers.AutoModelForCausalLM.from_pretrained(final, dtype=torch.bfloat16).eval()
+    theirs = LmTasks(files, 0, 8).scores(model, transformers.AutoTokenizer.from_pretrained(final))
+    for task, metric in (("words", "acc"), ("prose", "bits_per_byte")):
+        ours = row["16_bits"][task]["values"][metric]
+        assert ours == pytest.approx(theirs[task].values[metric], rel=1e-3 if metric == "bits_per_byte" else 0)
+    assert row["narrow"]["prose"]["values"] != row["16_bits"]["prose"]["values"]
+    paired = row["difference"]["words"]["acc"]
+    assert paired["examples"] == len(tiny.WORDS) - 1 and 0 <= paired["changed"] <= paired["examples"]
+
+
+@pytest.mark.slow
+def test_task_files_that_cannot_be_loaded_are_refused(run, task_files, make) -> None:
+    (task_files / "words.jsonl").unlink()
+    with pytest.raises(DataError, match="lm-eval cannot load it"):
+        evaluate(run, Asked((str(task_files / "words.yaml"),), device="cpu"))
+    (task_files / "none.yaml").write_text("group_of: nothing\n")
+    with pytest.raises(ConfigError, match="has no key 'task'"):
+        evaluate(run, Asked((str(task_files / "none.yaml"),), device="cpu"))
