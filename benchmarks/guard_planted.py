@@ -1,6 +1,6 @@
 """Does the guard find planted faults by the third check, and leave healthy runs alone? Small Llamas on bytes of text, trained in full.
 
-    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, about half a minute of one core each
+    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, some ten seconds of one core each
     python -m benchmarks.guard_planted --data shakespeare.txt --runs nvfp4 int4-hq-bs bf16-in-halves
     python -m benchmarks.guard_planted                              judges again what is finished
 
@@ -27,7 +27,7 @@ from benchmarks.planted_faults import FOUR_BITS, HEALTHY, SICK
 from narrowgauge.diagnose.guard.evidence import WITHIN, WORSE, Evidence
 
 SETTINGS: dict[str, Any] = {
-    "steps": 600, "warmup": 60, "first": 120, "every": 60, "batch": 8, "length": 64, "rate": 3e-3, "hidden": 64, "layers": 2,
+    "steps": 400, "warmup": 40, "first": 80, "every": 40, "batch": 4, "length": 32, "rate": 3e-3, "hidden": 64, "layers": 2,
 }  # fmt: skip
 WORSE_IN_TRUTH = 0.01  # nats
 UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
@@ -113,7 +113,7 @@ class Continuation:
 
         self.model, self.data, self.place = model, data, 0
         self.norms: list[float] = []
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
         self.rate: Callable[[int], float] = lambda step: (
             rate * min(step / warmup, 1 - 0.9 * max(step - warmup, 0) / len(data))
         )

@@ -19,7 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice", "sentence", "verdict", "then", "why", "direction",
+    "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -38,23 +38,39 @@ STEP = {
 }  # fmt: skip
 EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
-    "f1": SHARE, "f1_binary": SHARE,
+    "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
+    **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)), "translate_s": SECONDS,
+    **dict.fromkeys(("pearson", "spearman"), number(-1.000001, 1.000001, finite=False)),
 }  # fmt: skip
 EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
 }  # fmt: skip
+ROWS = record({"count": COUNT, "effective": SHARE, "top": SHARE, "norms": HISTOGRAM})
+CHANNELS = record(
+    {
+        "count": COUNT,
+        "largest": SIZE,
+        "outliers": COUNT,
+        "rotated_largest": SIZE,
+        "peaks": HISTOGRAM,
+        "rotated_peaks": HISTOGRAM,
+    }
+)
 LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
+}  # fmt: skip
+PARENT = {
+    "started_at": text, "fingerprint": text, "changes": table(listed(text)), "carried": listed(text),
 }  # fmt: skip
 
 
 GUARD = {
     **dict.fromkeys(("difference", "mean", "margin", "scale", "e_worse", "e_within"), number(finite=False)),
-    **dict.fromkeys(("begun", "steps", "checks", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
-    **dict.fromkeys(("wide", "narrow"), LOSS), "control": either(number(finite=False), NOTHING),
+    **dict.fromkeys(("begun", "steps", "checks", "since", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
+    **dict.fromkeys(("wide", "narrow", "loss"), LOSS), "usual": either(LOSS, NOTHING), "control": either(number(finite=False), NOTHING),
     "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
 }  # fmt: skip
 
@@ -62,11 +78,12 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
     "tensor": ({"module": text, "role": text}, TENSOR),
+    "spread": ({"module": text, "role": text}, {"rows": ROWS, "channels": CHANNELS}),
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
     "blame": (
-        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"suspects": listed(text), "errors": table(table(listed(anything)))},
         {"recipes": listed(text), "findings": listed(table(anything))},
     ),
     "sample": ({}, {"prompt": text, "text": text}),
@@ -75,6 +92,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "guard": ({"verdict": text}, GUARD),
     "rewind": ({"steps": COUNT}, {"why": text}),
     "resume": ({}, {"path": text, "skipped": listed(text)}),
+    "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
 }
 EVENTS = {
@@ -97,6 +115,7 @@ RUN = record(
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
         "switches": listed(record({"step": COUNT, "switch": text})),
+        "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip
@@ -170,7 +189,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             stays = JUDGEMENTS if kind == "rewind" else ()
             events = {key: each for key, each in events.items() if each["step"] <= step or each["event"] in stays}
             reached = step - 1
-        elif kind == "step":
+        elif kind in ("step", "branch"):
             reached = step
         key = (kind, step, *(str(event.get(name)) for name in ("module", "role", "switch")))  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last

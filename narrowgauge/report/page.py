@@ -23,7 +23,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import cards, figures, guard, tables
+    from narrowgauge.report import cards, figures, guard, spread_table, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -74,6 +74,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "layers": tables.layers(recorded),
         "tensors": tensors,
         "watched": watched,
+        "spreads": spread_table.table(recorded),
         "happenings": tables.happenings(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
         "run_json": json.dumps(without_layers, indent=1, ensure_ascii=False),
@@ -156,7 +157,7 @@ def metric_figure(recorded: Recorded) -> str:
     if not shown:
         return ""
     curves, others = (
-        {cards.NAMES.get(metric, metric): cards.points(each, metric) for metric in shown} if each else {}
+        {cards.title(each, metric): cards.points(each, metric) for metric in shown} if each else {}
         for each in (recorded, recorded.reference)
     )
     return figures.metric_curves(curves, others)

@@ -1,16 +1,17 @@
-"""A guarded run in a process that is killed at one of its places: python killed_guard.py CONFIG AT; AT = 0: nowhere, but counted."""
+"""A guarded run in a process that is killed at one of its places."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train import guarded, loop, stretch
@@ -18,7 +19,6 @@ from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.trainer import Trainer
-from tests.processes import PYTHON, ROOT
 
 # A run that is much worse than BF16: the second check finds it.
 SICK: dict[str, Any] = {"recipe": "fp8-current", "steps": 20, "guard": "every=4,steps=2,margin=0.02%,then=stay"}
@@ -40,9 +40,16 @@ def _is_wide(layer: Any) -> bool:
 
 
 def run(config: TrainConfig, at: int) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [PYTHON, __file__, json.dumps(asdict(config)), str(at)]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode
+    """In a process that is forked with its imports made; its exit code. at: the place of the kill, 0: nowhere, but places are counted."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["narrowgauge.train.loop", "transformers.models.llama.modeling_llama", __name__])
+    process = context.Process(target=main, args=(config, at))
+    process.start()
+    process.join(300)
+    code = process.exitcode
+    process.kill()
+    assert code is not None, "it hangs"
+    return code
 
 
 def places(config: TrainConfig) -> int:
@@ -50,7 +57,8 @@ def places(config: TrainConfig) -> int:
     return int(Path(config.output + ".places").read_text())
 
 
-def main(config: TrainConfig, at: int) -> int:
+def main(config: TrainConfig, at: int) -> None:
+    torch.set_num_threads(1)
     count = 0
 
     def around(owner: Any, name: str) -> None:
@@ -84,11 +92,8 @@ def main(config: TrainConfig, at: int) -> int:
     around(guarded.Guard, "_become")
     around(guarded.Guard, "saved")
     around(Trainer, "take_up")
-    code = loop.run(config)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        code = loop.run(config)
     if not at:
         Path(config.output + ".places").write_text(str(count))
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(TrainConfig(**json.loads(sys.argv[1])), int(sys.argv[2])))
+    sys.exit(code)

@@ -8,7 +8,8 @@ checks give a control as well: the same difference between two BF16 continuation
                lower the loss at first: against "not above", "not below", and "neither above nor below at any check"; E is their mean.
     within     E >= 20 against "above the margin" and against "below minus the margin"; E is the smaller one.
     unknown    neither.
-    reference  the BF16 continuation itself has no finite loss, so nothing can be judged.
+    reference  the BF16 continuation diverges itself: its loss is not finite, or more than twice that of the checks before (their
+               median). Nothing can be judged there, and the check does not count.
 
 The margin is a share of the reference's loss, and at least so many nats: "different" is not yet "worse". The scale of the noise is
 that of controls and of steps between neighbouring differences (bets.py), and not below a part of the margin, which shrinks as they
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowgauge.diagnose.format_text import count, plural, signed
+from narrowgauge.diagnose.format_text import count, loss_value, plural, signed
 from narrowgauge.diagnose.guard.bets import Money, Scale, factors
 from narrowgauge.errors import ConfigError
 
@@ -48,10 +49,6 @@ class Check:
     loss: float
     control: float | None
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.difference) and math.isfinite(self.loss)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -62,8 +59,10 @@ class Verdict:
     checks: int
     difference: float  # of the newest check
     control: float | None  # of the newest check
+    loss: float  # the reference's at the newest check
+    usual: float | None  # the reference's median loss over the RECENT checks before, None without two
     since: int  # the check that `mean` begins with, from 1
-    mean: float  # of the differences that are finite; NaN without any
+    mean: float  # of the differences that count; NaN without any
     margin: float
     scale: float  # of one check's noise
     e_worse: float
@@ -84,7 +83,11 @@ class Verdict:
         mean = f"{signed(self.mean)} nats on average over {'the last ' if self.since > 1 else ''}{over}"
         margin = f"the margin of {self.margin:.4f} nats"
         if self.name == REFERENCE:
-            return "The loss of the BF16 reference itself is not finite: the cause is not the format alone, and nothing can be judged."
+            was = "" if self.usual is None else f", it was {self.usual:.4f} before"
+            return (
+                f"The BF16 reference itself diverges (loss {loss_value(self.loss)}{was}): the format of this stretch is not the cause, "
+                "and nothing can be judged here."
+            )
         if self.direction == "not finite":
             return "The loss in narrow numbers is not finite, and that of BF16 from the same state is."
         if self.name == WORSE:
@@ -129,8 +132,22 @@ class Evidence:
 
     def _take(self, check: Check) -> None:
         self.checks.append(check)
-        if check.finite:
+        if self._counts(len(self.checks)):
             self._bets.add(check, self.margin_at(check.loss))
+
+    def _counts(self, number: int) -> bool:
+        return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
+
+    def _diverged(self, number: int) -> bool:
+        """Whether the reference did, at check `number` from 1."""
+        loss, usual = self.checks[number - 1].loss, self._usual(number)
+        return not math.isfinite(loss) or (usual is not None and loss > 2 * usual > 0)
+
+    def _usual(self, number: int) -> float | None:
+        before = [
+            check.loss for check in self.checks[max(number - 1 - RECENT, 0) : number - 1] if math.isfinite(check.loss)
+        ]
+        return statistics.median(before) if len(before) > 1 else None
 
     def margin_at(self, loss: float) -> float:
         """The margin in nats where the reference has this loss."""
@@ -140,21 +157,23 @@ class Evidence:
         """What is known after the newest check. Raises ConfigError before the first one."""
         if not self.checks:
             raise ConfigError("Evidence: there is no check yet. Call add first.")
-        newest = self.checks[-1]
+        newest, checks = self.checks[-1], len(self.checks)
         name, direction = self._bets.verdict()
         since = self._since(name, direction)
-        finite = [check.difference for check in self.checks[since - 1 :] if check.finite]
-        mean = statistics.fmean(finite) if finite else math.nan
-        if not math.isfinite(newest.loss):
+        counted = [self.checks[number - 1].difference for number in range(since, checks + 1) if self._counts(number)]
+        mean = statistics.fmean(counted) if counted else math.nan
+        if self._diverged(checks):
             name, direction = REFERENCE, ""
         elif not math.isfinite(newest.difference):
             name, direction = WORSE, "not finite"
         return Verdict(
             name=name,
             direction=direction,
-            checks=len(self.checks),
+            checks=checks,
             difference=newest.difference,
             control=newest.control,
+            loss=newest.loss,
+            usual=self._usual(checks),
             since=since,
             mean=mean,
             margin=self.margin_at(newest.loss),
@@ -171,7 +190,7 @@ class Evidence:
         total, best, since = 0.0, -math.inf, 1
         for number in range(len(self.checks), 0, -1):
             check = self.checks[number - 1]
-            if check.finite:
+            if self._counts(number):
                 away, margin = check.difference, self.margin_at(check.loss)
                 total += margin - abs(away) if name == WITHIN else (away if direction == "higher" else -away) - margin
             if total >= best:

@@ -6,6 +6,7 @@ is known of its process alone, interpreter and libraries included; it is planned
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,11 @@ def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str
     if config.plan == "never" or (config.plan == "auto" and device.type != "cuda"):
         return {}
     try:
-        rows, width = probe["input_ids"].shape
+        if "pixel_values" in probe:
+            rows, width = len(probe["labels"]), 1  # whose width the model knows
+        else:
+            *outer, width = probe["input_ids"].shape
+            rows = math.prod(outer)
         counts, shape = Counts(device_facts(device.type, device.index)), Shape(rows, width)
         found = counts.of(config, shape).as_dict()
         alone = {"without_guard_bytes": counts.of(replace(config, guard=""), shape).allocated} if config.guard else {}

@@ -105,6 +105,21 @@ def test_a_reference_that_diverges_is_said_to_be_so():
     assert math.isnan(verdict.mean) and verdict.e_worse == 1
 
 
+def test_a_reference_whose_loss_doubles_diverges_and_its_check_does_not_count():
+    evidence = Evidence()
+    for loss in (2.0, 1.9, 1.8):
+        assert evidence.add(0.0, loss=loss).name != REFERENCE
+    before = evidence.verdict()
+    verdict = evidence.add(0.8, loss=4.0)
+    assert verdict.name == REFERENCE and verdict.usual == 1.9
+    assert "diverges (loss 4.0000, it was 1.9000 before)" in verdict.sentence
+    assert (verdict.e_worse, verdict.e_within, verdict.mean) == (before.e_worse, before.e_within, before.mean)
+    assert evidence.add(0.0, loss=1.8).name == before.name
+    for _ in range(8):
+        verdict = evidence.add(0.0, loss=4.0)
+    assert verdict.name == WITHIN, "a new level of the loss becomes the usual one"
+
+
 def test_a_control_that_is_not_finite_counts_for_nothing():
     assert judged([0.0], control=math.nan)[0].scale == judged([0.0], control=None)[0].scale
 

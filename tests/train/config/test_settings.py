@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import names
+from narrowgauge.train.config.rules import Range
 from narrowgauge.train.config.settings import (
     FUSED_SAVES,
-    SCORES,
     TABLE,
     OneOf,
     OneOrPair,
-    Range,
     TrainConfig,
     by_key,
     key_of,
     resolved,
 )
+from narrowgauge.train.config.task_names import METRICS
 
 FIELDS = dataclasses.fields(TrainConfig)
 KEYS = sorted(by_key())
@@ -250,6 +250,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
         return st.sampled_from(["", "dp", "ddp=2", "dp=2, fsdp=4", "fsdp"])
+    if each.name == "guard":  # excludes others, and wants room in the steps: tests/diagnose/guard
+        return st.just("")
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "keep_float32":
@@ -270,7 +272,7 @@ def settle_the_task(drawn: dict) -> None:
     for each in FIELDS:
         if drawn["task"] not in each.metadata["tasks"]:
             del drawn[each.name]
-    drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
+    drawn["best"] = drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
         "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
@@ -284,7 +286,9 @@ def settle_the_task(drawn: dict) -> None:
         drawn["token_budget"] = drawn["token_budget"] and max(16, drawn["token_budget"])
     if drawn["task"] != "text":
         drawn |= {"model": drawn["model"] or "m", "data": drawn["data"] + ".csv"}
-        drawn["max_length"] = max(2, drawn["max_length"])
+        if drawn["task"] == "question-answering":
+            drawn |= {name: drawn[name] or "c" for name in ("question_column", "context_column")}
+        drawn |= {"max_length": max(2, drawn["max_length"])} if "max_length" in drawn else {}
 
 
 @st.composite
@@ -293,6 +297,7 @@ def configurations(draw) -> TrainConfig:
     drawn = {each.name: draw(values(each)) for each in FIELDS}
     settle_the_task(drawn)
     drawn.setdefault("batch_size", 16)
+    drawn["guard"] = ""  # checks of its own: diagnose/guard/settings.py
     drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
     drawn["switch"] = drawn["switch"] if drawn.get("steps", 2) > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
@@ -319,10 +324,10 @@ def configurations(draw) -> TrainConfig:
         drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
-    if drawn["tokenizer"]:
+    if drawn.get("tokenizer"):
         drawn.pop("vocab_size", None)
     if drawn["model"]:
-        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
+        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size"):
             drawn.pop(size, None)
     else:
         drawn["kv_heads"] = draw(st.sampled_from([0, 1, drawn["heads"]]))

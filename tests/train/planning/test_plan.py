@@ -242,7 +242,7 @@ def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
     assert of_run.last_line(gpu, known["allocated_bytes"], torch.device("cuda")).endswith("+0.0 %.")
     broken = of_run.planned(settings(plan="always", recipe="auto"), CPU, batch)
     assert "Plan a recipe by its name" in of_run.first_line(broken) and of_run.last_line(broken, 1, CPU) == ""
-    strange = of_run.planned(settings(plan="always"), CPU, {"input_ids": torch.zeros(4)})
+    strange = of_run.planned(settings(plan="always"), CPU, {"input_ids": torch.zeros(())})
     assert "ValueError" in of_run.first_line(strange)
 
 
