@@ -1,12 +1,12 @@
 """`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`; flags override the TOML file.
 
-With --resume and no CONFIG, the file is the run folder's config.toml. Refuses settings that may not change on resuming before torch
-is imported, and unknown recipes before data are read.
+With --resume and no CONFIG, the file is the run folder's config.toml; with --from, it is the parent's. Refuses settings that may not
+change on resuming or branching before torch is imported, and unknown recipes before data are read.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter, Token
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import run_folder
+from narrowgauge.train import place, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
 from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, OneOrPair, TrainConfig, key_of, resolved, shown
 
@@ -46,9 +46,11 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
     from_flags = {key: (value, flag(key)) for key, value in keys.items()}
     config = resolved(toml.build(_from_file(path, given), from_flags))
-    stored = run_folder.RunFolder(Path(config.output)).config
-    if config.resume and stored.exists():
-        run_folder.refuse_other_run(toml.load(stored), config)
+    folder = run_folder.RunFolder(Path(config.output))
+    if config.resume and folder.config.exists() and (folder.has_run() or not config.parent):
+        run_folder.refuse_other_run(toml.load(folder.config), config)
+    elif config.parent and not folder.has_run():
+        place.refuse(place.settings_of(place.Place.of(config.parent).run), config)
     return config
 
 
@@ -57,7 +59,9 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     if path:
         return toml.read(Path(path))
     output = str(given.get("output") or TrainConfig.output)
-    stored = run_folder.RunFolder(Path(output)).config
+    stored, parent = run_folder.RunFolder(Path(output)).config, str(given.get("parent") or "")
+    if parent and not (given.get("resume") and run_folder.RunFolder(Path(output)).has_run()):
+        return place.inherited(place.Place.of(parent).run, given)
     if given.get("resume") and stored.exists():
         return {**toml.read(stored), "output": (output, "")}
     if given.get("resume") and set(given) <= {"resume", "output"}:  # no user wants a run of pure defaults
@@ -72,11 +76,11 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def signature_of(function: Callable[..., int]) -> inspect.Signature:
-    """What the function names itself, and the settings of TrainConfig, as a signature for cyclopts."""
+def signature_of(function: Callable[..., int], without: Collection[str] = ()) -> inspect.Signature:
+    """What the function names itself, and the settings of TrainConfig but for those `without`, as a signature for cyclopts."""
     parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
     groups: dict[str, Group] = {}
-    for each in fields(TrainConfig):
+    for each in (each for each in fields(TrainConfig) if each.name not in without):
         group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
         is_table = each.type is TABLE
         read = None if each.type is bool else _read_table if is_table else _read_value

@@ -217,7 +217,7 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     index = index + starts.view(count, 1, 1)
 
     def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else _as_tiles(x[rows], tiles, param_step.tile)
+        return None if x is None else as_tiles(x[rows], tiles, param_step.tile)
 
     scale = None if param_step.master_scale is None else param_step.master_scale[rows]
     weight, master, gradient = map(
@@ -225,20 +225,22 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     )
     assert weight is not None and gradient is not None
     w, gradient = masters.load(param_step.master_kind, weight, master, scale), gradient.to(torch.float32)
-    m, v = (_decode(kept, rows, columns, tiles, param_step.tile, w) for kept in (param_step.first, param_step.second))
+    m, v = (
+        decode_rows(kept, rows, columns, tiles, param_step.tile, w) for kept in (param_step.first, param_step.second)
+    )
     holds = param_step.holds_first
     if param_step.rule.granularity == "matrix":
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
         whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
-        w, m, v, decays = (_as_tiles(x, tiles, param_step.tile) for x in whole)
+        w, m, v, decays = (as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
         w, m, v, decays = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         if columns % param_step.tile:
             for x in (w, m, v):  # a rule may make any number, 0 / 0 too, of the zeros that fill the last tile
                 x[:, -1, columns % param_step.tile :] = 0.0
     bits = noise.bits(param_step.noise_key, index)
-    _write(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns, stays)
-    _write(param_step.second, param_step.second.format.encode(v, bits), rows, columns, stays)
+    write_rows(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns, stays)
+    write_rows(param_step.second, param_step.second.format.encode(v, bits), rows, columns, stays)
     weight, master, master_scale = masters.store(
         param_step.master_kind, w, param_step.weight.dtype, param_step.weight_noise_key, index
     )  # fmt: skip
@@ -254,18 +256,18 @@ def _put(target: Tensor, rows: slice, values: Tensor, stays: Tensor | None) -> N
     target[rows] = values if stays is None else torch.where(stays, target[rows], values.to(target.dtype))
 
 
-def _as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
+def as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
     fill = tiles * tile - x.shape[1]
     return (torch.nn.functional.pad(x, (0, fill)) if fill else x).view(x.shape[0], tiles, tile)
 
 
-def _decode(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
+def decode_rows(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
     if kept.codes is None:
         return torch.zeros_like(like)
     codes = _bits_of(kept.codes)[rows]
     if kept.format.bits == 4:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)[:, :columns]
-    codes = _as_tiles(codes, tiles, tile).view(kept.format.dtype)
+    codes = as_tiles(codes, tiles, tile).view(kept.format.dtype)
     scale = None if kept.scale is None else kept.scale[rows]
     expansion = None if kept.expansion is None else kept.expansion[rows]
     x = kept.format.decode(Encoded(codes, scale, expansion))
@@ -274,7 +276,7 @@ def _decode(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int,
     return x
 
 
-def _write(kept: MomentState, found: Encoded, rows: slice, columns: int, stays: Tensor | None) -> None:
+def write_rows(kept: MomentState, found: Encoded, rows: slice, columns: int, stays: Tensor | None) -> None:
     if kept.codes is None:
         return
     codes = _bits_of(found.codes).flatten(1)[:, :columns]

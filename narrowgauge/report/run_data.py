@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose import format_text
+from narrowgauge.diagnose import format_text, lineage
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
@@ -21,6 +21,7 @@ class Recorded:
     events: list[Event]
     config: str  # '' if there is no config.toml
     reference: Recorded | None = None
+    label: str = ""  # before the name of this run on the page
     broken_reference: str | None = None  # name of a compare-* folder that holds no readable run
 
     def of(self, kind: str) -> list[Event]:
@@ -30,7 +31,11 @@ class Recorded:
     @property
     def name(self) -> str:
         """The name of this run on the page."""
-        return str(self.run.get("recipe") or "this run") + format_text.elsewhere(self.run.get("recipes") or {})
+        return (
+            self.label
+            + str(self.run.get("recipe") or "this run")
+            + format_text.elsewhere(self.run.get("recipes") or {})
+        )
 
     @property
     def model(self) -> dict[str, Any]:
@@ -46,7 +51,7 @@ class Recorded:
 
 
 def read(folder: Path) -> Recorded:
-    """The run in `folder` and the reference inside it, if there is one."""
+    """The run in `folder` and the reference inside it, if there is one; else a branch's parent is its reference."""
     if not (folder / "run.json").is_file():
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
@@ -59,7 +64,13 @@ def read(folder: Path) -> Recorded:
             break
         except ConfigError:
             broken = broken or inner.name
-    return replace(read_alone(folder), reference=reference, broken_reference=broken)
+    own = read_alone(folder)
+    parent = (
+        lineage.parent_of(lineage.Member(folder=folder, run=own.run, events=own.events)) if reference is None else None
+    )
+    if parent is not None:
+        reference = replace(read_alone(parent), label="parent: ")
+    return replace(own, reference=reference, broken_reference=broken)
 
 
 def read_alone(folder: Path) -> Recorded:

@@ -11,7 +11,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import guarded, run_metadata, stepping
+from narrowgauge.train import branch, guarded, run_metadata, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -90,13 +90,14 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
         if config.resume and ranks.is_first and folder.config.exists():
             refuse_other_run(resolved(toml.load(folder.config)), config)  # again: it may have changed until now
         has_run = ranks.told_by_first(folder.has_run)
-        if config.resume and not has_run:
+        if config.resume and not has_run and not config.parent:
             tell(f"WARNING: nothing to resume in {folder.path}: this is a new run.")
         asked = replace(config, resume=False)  # how it was called is not what it is
         if not has_run:
             folder.write_config(asked)
         tell(f"Reading {config.data} ...")
         config, task = prepare_on_ranks(shared(config, ranks), ranks)
+        _begin_branch(config, folder, task, ranks)
         try:
             code = _train_and_log(config, folder, task, stop, asked, ranks)
             if code == 0 and config.compare:
@@ -137,12 +138,20 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     return config, task
 
 
+def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks) -> None:
+    """The first checkpoint of a branch, unless it has one."""
+    if config.parent and not ranks.told_by_first(folder.has_run):
+        for line in ranks.first(lambda: branch.begin(config, folder, task)) or ():
+            tell(f"Branch of {config.parent}: {line}")
+
+
 def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: Stop, ranks: Ranks) -> int:
     path = folder.path / f"compare-{config.compare}"
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
     with followers.claimed(path, True, ranks) as own:  # the run before has shown the same data
+        _begin_branch(reference, own, task, ranks)
         return _train_and_log(reference, own, task, stop, reference, ranks, is_first=False)
 
 
@@ -175,6 +184,7 @@ def _train_and_log(
             run_metadata.announce(trainer, show, is_first)
             if line := of_run.first_line(memory_plan):
                 show.say(line)
+            of_run.refuse_guard(config, memory_plan)
             trainer.watch.announce(show)
             try:
                 reason = trainer.train(show, stop)

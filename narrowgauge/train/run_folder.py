@@ -7,6 +7,7 @@ kernel gives back when the process ends, by kill -9 too.
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -54,6 +55,23 @@ class RunFolder:
         self.final = path / "final"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
+        self.at: int | None = None  # the step whose checkpoint counts, and 0: none does; None: the newest
+
+    @classmethod
+    @contextmanager
+    def reading(cls, path: Path) -> Iterator[Self]:
+        """The folder of a run that nobody trains meanwhile; nothing is written to it. BusyError if another process does train there."""
+        with ExitStack() as held:
+            if (path / "lock").exists():
+                lock = held.enter_context(open(path / "lock", "rb"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise BusyError(
+                        f"{path}: {_holder(lock)} is training there, and removes checkpoints as it goes. Wait for it, or stop it: "
+                        "it goes on with --resume."
+                    ) from None
+            yield cls(path)
 
     @classmethod
     @contextmanager
@@ -69,7 +87,7 @@ class RunFolder:
                 storage.make_folder(path)
                 # Closing gives the lock back. The file stays: removing it could remove the lock of the next holder.
                 lock = held.enter_context(open(folder.lock, "ab+", buffering=0))
-                _take(lock, path)
+                hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
                     f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
@@ -93,22 +111,26 @@ class RunFolder:
         storage.replace_file(self.run, encode(facts, indent=1) + "\n")
 
 
-def _take(lock: IO[bytes], path: Path) -> None:
-    """Locks the run folder at `path`, and writes who holds it. BusyError if another process does."""
+def hold(lock: IO[bytes], path: Path) -> None:
+    """Locks the folder at `path`, and writes who holds it. BusyError if another process does."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        try:
-            holder = json.loads(lock.read())
-            words = f"process {holder['pid']} on {holder['host']}"
-        except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
-            words = "another process"
         raise BusyError(
-            f"output = '{path}': {words} is training there. Wait for it, stop it, or choose another --output."
+            f"output = '{path}': {_holder(lock)} is training there. Wait for it, stop it, or choose another --output."
         ) from None
     lock.truncate(0)
     lock.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
+
+
+def _holder(lock: IO[bytes]) -> str:
+    """Who has locked a run folder, in words."""
+    lock.seek(0)
+    try:
+        holder = json.loads(lock.read())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
+        return "another process"
 
 
 def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
@@ -116,12 +138,13 @@ def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
     changes = [
         f"{key_of(each)} = {shown(getattr(config, each.name))}, but the run has {shown(getattr(stored, each.name))}"
         for each in fields(TrainConfig)
-        if each.metadata["group"] != "run"
+        if (each.metadata["group"] != "run" or each.name == "parent")
         and each.name not in MAY_CHANGE
         and getattr(config, each.name) != getattr(stored, each.name)
     ]
     if changes:
         listed = "; ".join(changes)
         raise ConfigError(
-            f"output = '{config.output}': cannot resume with {listed}. Drop the change, or choose another --output."
+            f"output = '{config.output}': cannot resume with {listed}. Drop the change, or start a branch, which has a folder and a log of "
+            f"its own: narrowgauge train --from {shlex.quote(config.output)} --output NEW, with the changes."
         )

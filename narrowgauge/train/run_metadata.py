@@ -64,7 +64,12 @@ def notes(config: TrainConfig) -> Iterator[str]:
 def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     """Prints what the run is, before its first step. preview: also an example of its data."""
     config, model = trainer.config, trainer.model
-    resumed = f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else ""
+    resumed, parent = (
+        f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else "",
+        trainer.carried.get("parent", {}),
+    )
+    if parent.get("step") == trainer.step:
+        resumed = f"; branch of {parent['from']}, from step {trainer.step}"
     show.say(
         f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}) on {device_name(trainer.device)}: "
         f"{trainer.parameters:,} parameters, {trainer.task.summary()}{resumed}"
@@ -147,7 +152,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
     started = {"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, "resumed": []}
     if trainer.step and folder.run.exists():
         first = read_run(folder.run)
-        resumed = [*first.get("resumed", []), command]
+        resumed = [*first.get("resumed", []), command] if "command" in first else []  # of a branch: it begins
         started |= {key: first[key] for key in ("started_at", "command") if key in first} | {"resumed": resumed}
     known = trainer.task.facts()
     return {
@@ -159,6 +164,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.ranks.world,
         "parallel": str(trainer.parallel.layout),
         **started,
+        **trainer.carried,
         "seed": config.seed,
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),

@@ -25,16 +25,15 @@ from narrowgauge import manifest
 from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
-from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import read_metrics, read_run
-from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
+from narrowgauge.errors import DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches, scoring, step, stepping
+from narrowgauge.train import launches, same_run, scoring, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -80,6 +79,7 @@ class Trainer:
         self.skipped_steps = 0  # in a row, of float16
         self.trained_s = 0.0  # over all resumptions
         self.resumed_from = ""
+        self.carried: dict[str, Any] = {}  # that a branch's checkpoints say of its parent
         self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = ranks.device(config.device)
@@ -157,8 +157,9 @@ class Trainer:
 
     def _resume(self) -> None:
         found, skipped = checkpoints.newest_valid(
-            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks, self.numbers
-        )
+            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks, self.numbers,
+            self.folder.at,
+        )  # fmt: skip
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
@@ -174,10 +175,16 @@ class Trainer:
         self.watch.restore(found.facts)
         self.resumed_from = str(found.path)
         place = str(found.path.relative_to(self.folder.path))
-        self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
+        self.carried = {"parent": found.facts["parent"]} if "parent" in found.facts else {}
         if not self.ranks.is_first:
             return
-        logged = (event["path"] for event in read_metrics(self.log.path) if event["event"] == "checkpoint")
+        events = read_metrics(self.log.path)
+        parent = self.carried.get("parent", {})
+        if parent.get("step") == self.step and not any(event["event"] == "branch" for event in events):
+            self.log.write("branch", **parent)
+        else:
+            self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
+        logged = (event["path"] for event in events if event["event"] == "checkpoint" and event["step"] <= self.step)
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
 
@@ -197,44 +204,11 @@ class Trainer:
     def _become(self, found: store.Checkpoint) -> None:
         """Gives layers the recipes that they had at the step of a checkpoint of this run."""
         self.watch.prepare(found.facts)
-        self._refuse_other_run(found)
+        past = self._past_switches(found.step)
+        same_run.refuse(found, self.config, self._numeric_settings(), self.task.identity, past)
         for stage in self.stages:
             if stage.step <= found.step:
                 stage.apply(self.model)
-
-    def _refuse_other_run(self, found: store.Checkpoint) -> None:
-        """Raises if a checkpoint cannot be one of this run."""
-        steps, facts = self.config.steps, found.facts
-        if found.step > steps:
-            raise ConfigError(
-                f"steps = {steps}: the run is at step {found.step} already, in {found.path}. "
-                f"Resume with --steps {found.step} or more."
-            )
-        if problem := forms.refuse(facts, state.FACTS):
-            raise CheckpointError(
-                f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
-            )
-        # Of checkpoints that do not say it; where they say nothing of others either, they have what the run has.
-        before = {"keep_float32": "none", "loss": "chunks"}
-        for key, own in self._numeric_settings().items():
-            if facts.get(key, before.get(key, own)) != own:
-                raise CheckpointError(
-                    f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
-                    "Resume with the settings that wrote it, or start anew in another --output."
-                )
-        for key, own in self.task.identity.items():
-            if facts[key] != own:
-                raise DataError(
-                    f"{found.path}: trained with another {key.replace('content_hash', 'data content')} than "
-                    f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
-                )
-        # With other --steps a share is another step; it must not move a switch that is past.
-        past, stored = self._past_switches(found.step), facts.get("switched", [])
-        if past != stored:
-            raise ConfigError(
-                f"steps = {steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had happened, but in a run "
-                f"of {steps} steps {past or 'none'} would have. Resume with the steps it had, or start anew in another --output."
-            )
 
     def _past_switches(self, step: int) -> list[str]:
         return [stage.switch for stage in self.stages if stage.step <= step]
@@ -358,8 +332,8 @@ class Trainer:
         if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
-            for event in self.parallel.of_all(events).values():
-                self.log.write("tensor", self.step, **event)
+            for kind, fields in self.parallel.of_all(events).values():
+                self.log.write(kind, self.step, **fields)
             return taken
         follows = watches and self.step % config.tensor_every == 0
         if monitor.measures(number) or (follows and monitor.measures(self.step)):
@@ -517,15 +491,7 @@ class Trainer:
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
         self._set_training(False)
-        shared = partial(
-            readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
-        )
-        evaluate = partial(self.task.evaluate, self.model, shared)
-        found, both = (
-            evaluate(),
-            self.config.eval_wide and bool(self.parallel.of_all(scoring.narrow_forward(self.model))),
-        )
-        wide = scoring.wide(self.model, evaluate) if both else None
+        found, wide = self.scores(self.config.eval_wide)
         self.log.write("eval", self.step, **found, **({"wide": wide} if wide else {}), elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
@@ -537,6 +503,16 @@ class Trainer:
                 self.log.write("sample", self.step, **written)
         self.parallel.release()
         self._set_training(True)
+
+    @torch.no_grad()
+    def scores(self, both: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The task's metrics in evaluation mode, as the run computes; and in 16 bits, if `both` are wanted and it computes narrow."""
+        shared = partial(
+            readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
+        )
+        evaluate = partial(self.task.evaluate, self.model, shared)
+        found, both = evaluate(), both and bool(self.parallel.of_all(scoring.narrow_forward(self.model)))
+        return found, scoring.wide(self.model, evaluate) if both else None
 
     def _set_training(self, mode: bool) -> None:
         self.model.train(mode)
@@ -560,6 +536,7 @@ class Trainer:
             **self.task.identity,
             "position": self.feed.state(),
             "best": self.best.facts(),
+            **self.carried,
             **self.watch.facts(),
         }
         for agreement in self.parallel.agreements[:1]:  # those of other stages say the same

@@ -243,7 +243,7 @@ def test_every_flag_reaches_its_setting(loop):
         each
         for each in by_key().values()
         if each.type not in (bool, TABLE)
-        and each.name not in ("model", "tokenizer")
+        and each.name not in ("model", "tokenizer", "parent")
         and each.metadata["group"] != "task"
     ]
     expected = {each.name: other_value(each)[1] for each in plain}

@@ -174,6 +174,7 @@ FACTS = record(
     {"state": STATE, "trained_s": number(0), "skipped_steps": COUNT, "tokenizer": text, "content_hash": text},
     {
         **dict.fromkeys(("recipe", "precision", "optimizer", "states", "master"), text),
+        "parent": ANY_TABLE,
         "agreement": record({"seed": COUNT, "step": COUNT}, {"gradients": ANY_TABLE}),
         "recipes": TEXTS, "auto": TEXTS, "switched": forms.listed(text), "position": ANY_TABLE, "best": forms.either(BEST, NOTHING),
     },

@@ -114,6 +114,8 @@ class TrainConfig(DataSettings):
 
     output: str = RUN("runs/latest", "Run folder.", NOT_EMPTY)
     resume: bool = RUN(False, "Continue the run in the run folder from its newest checkpoint.")
+    parent: str = RUN("", "Start a branch: go on from another run's checkpoint, with its settings but for those given here. RUN, RUN@STEP "
+        "or RUN@best.", key="from")
     eval_every: int = RUN(50, "Steps between evaluations; 0: only after the last step.", COUNT_OR_ZERO)
     eval_wide: bool = RUN(True, "Score a second time with the products of Linears in 16 bits, where the recipe has them narrow.")
     eval_tokens: int = RUN(32768, "Validation tokens of an evaluation, at most.", COUNT)

@@ -39,14 +39,16 @@ def newest_valid(
     optimizer: Any,
     ranks: Ranks,
     numbers: WholeNumbers | None = None,
+    at: int | None = None,
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """The intact checkpoint with the largest step, for `state.restore`, and the newer ones passed over, with reasons.
 
     prepare: of its step and facts, gives the model the form that it had then, or raises because it belongs to another run. Several ranks
     read weights into the model itself, and of the optimizer's state the shards that each is to hold. numbers: of a model in stages.
+    at: of one process, the only step that counts; 0: none does.
     """
     if ranks.world == 1:
-        found, skipped = store.newest_valid(folder)
+        found, skipped = _of_step(folder, at) if at is not None else store.newest_valid(folder)
         if found is not None:
             prepare(found)
         return found, skipped
@@ -61,6 +63,10 @@ def newest_valid(
         return numbers.in_whole(state.room(model, optimizer, own, where), model, optimizer)
 
     return sharded.newest_valid(folder, room, in_part=numbers is not None)
+
+
+def _of_step(folder: Path, step: int) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    return store.load(folder / f"step-{step:08d}") if step else None, []
 
 
 def best_of(folder: Path, metric: str, ranks: Ranks) -> Best:

@@ -19,7 +19,7 @@ from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.planning import cache
+from narrowgauge.train.planning import cache, guard
 from narrowgauge.train.planning.depth import layers_of
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
@@ -40,6 +40,8 @@ class Counts:
 
     def of(self, config: TrainConfig, shape: Shape | None = None) -> Forecast:
         """What a rank of the run needs at most; shape: of a micro-batch, instead of the largest that the settings allow."""
+        if config.guard:
+            return guard.larger(self.of(replace(config, guard=""), shape), self.of(guard.in_bf16(config), shape))
         refuse(config)
         sizes = parallel_syntax.named(config.parallel)
         task, kind = task_of(config)

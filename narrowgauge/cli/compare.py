@@ -1,0 +1,20 @@
+"""`narrowgauge compare A B [...]`: runs and their branches on one axis, judged by a control among them."""
+
+from pathlib import Path
+
+
+def compare(*runs: Path) -> int:
+    """Say whether runs that share batches, as a run and its branches, have the same curve.
+
+    Parameters
+    ----------
+    runs
+        Folders; the first is compared with each of the others. Two that differ in micro_batches alone are the control.
+    """
+    from narrowgauge.diagnose import lineage
+
+    found = lineage.compare(runs)
+    print(found.text)
+    for each in found.judged:
+        print(each.pair.verdict)
+    return 0

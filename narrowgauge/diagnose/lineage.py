@@ -1,0 +1,213 @@
+"""Runs and their branches on one axis: which steps they share, which of them are each other's control, and what follows for the format.
+
+    A ------------o------------------        a branch begins at the step of its parent's checkpoint, and has a log of its own from there;
+                  |\\__________ bf16          its steps are counted on, so step t is the same batch in all of them
+                   \\__________ bf16, twice as many micro-batches: the control of the one above
+
+What a branch is of stands in its run.json (docs/architecture.md). The parent may be gone: then nothing before the branch is known of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.diagnose import compare as pairs
+from narrowgauge.diagnose.format_text import count, elsewhere
+from narrowgauge.diagnose.runs import read_metrics, read_run
+from narrowgauge.diagnose.same_curve import SameCurve, judge
+from narrowgauge.errors import ConfigError
+
+CONTROL = "micro_batches"  # another order of summation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run among others. parent: what its run.json says of it, {} for a run from the start."""
+
+    folder: Path
+    run: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    @property
+    def parent(self) -> dict[str, Any]:
+        return self.run.get("parent") or {}
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def recipe(self) -> str:
+        return str(self.run.get("recipe") or "?") + elsewhere(self.run.get("recipes") or {})
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {step: event["loss"] for step, event in sorted(pairs.step_events(self.events).items())}
+
+    @property
+    def words(self) -> str:
+        """What it is, in a line."""
+        steps = self.losses
+        reach = f"steps {count(min(steps))} to {count(max(steps))}" if steps else "no step yet"
+        if not self.parent:
+            return f"{self.name}: {self.recipe}, {reach}"
+        changed = "; ".join(
+            f"{key}: {old or 'none'} to {new or 'none'}" for key, (old, new) in self.parent.get("changes", {}).items()
+        )
+        return f"{self.name}: branch of {self.parent['from']} at step {count(self.parent['step'])}, {changed or 'same settings'}; {reach}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One run against the first: the curves (`same_curve`), and the pair as `compare` sees it."""
+
+    run: Member
+    reference: Member
+    curve: SameCurve
+    pair: pairs.Comparison
+
+    @property
+    def sentences(self) -> list[str]:
+        return [
+            f"{self.run.name} against {self.reference.name}: {self.curve.sentence(_change(self.run, self.reference))}"
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """members: all of them; controls: pairs that differ in the order of summation alone; judged: the others against the first."""
+
+    members: list[Member]
+    controls: list[tuple[Member, Member]]
+    judged: list[Judged]
+    notes: list[str]
+
+    @property
+    def text(self) -> str:
+        lines = [member.words for member in self.members]
+        lines += [
+            f"Control: {one.name} and {other.name}, which differ in the order of summation alone."
+            for one, other in self.controls
+        ]
+        return "\n".join([*lines, *self.notes, *(line for each in self.judged for line in each.sentences)])
+
+
+def read(folder: Path) -> Member:
+    """A run folder. ConfigError if it is none."""
+    if not (folder / "run.json").is_file():
+        what = "has no run.json" if folder.is_dir() else "is not a folder"
+        raise ConfigError(f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.")
+    return Member(folder=folder, run=read_run(folder / "run.json"), events=read_metrics(folder / "metrics.jsonl"))
+
+
+def compare(folders: Sequence[Path | str]) -> Compared:
+    """Runs and branches beside each other; the first is what the others are compared with.
+
+    Raises ConfigError for fewer than two, for a folder named twice, and for runs that saw other data.
+    """
+    paths = [Path(each) for each in folders]
+    if len({each.resolve() for each in paths}) < max(2, len(paths)):
+        raise ConfigError("compare: name two runs or more, each once; the first is what the others are compared with.")
+    members = [read(each) for each in paths]
+    first, *others = members
+    for other in others:
+        if problem := _apart(first, other):
+            raise ConfigError(
+                f"compare: {other.name} {problem} {first.name}. Only runs on the same batches can be compared."
+            )
+    controls = [(one, other) for one, other in combinations(members, 2) if are_control(one, other)]
+    doubles = [other for one, other in controls if one in others or one is first]  # a control repeats what its run says
+    judged = [_judged(first, other, controls) for other in others if other not in doubles]
+    notes = [note for member in members if (note := gone(member))]
+    if judged and not controls and any(each.curve.control is None for each in judged):
+        notes.append(
+            "No control among them. Branch one with twice as many micro-batches, from the same checkpoint: "
+            "narrowgauge train --from RUN@STEP --recipe bf16 --micro-batches 2 --output CONTROL."
+        )
+    return Compared(members=members, controls=controls, judged=judged, notes=notes)
+
+
+def are_control(one: Member, other: Member) -> bool:
+    """Whether two runs from one state differ in the order of summation alone."""
+    first, second = (each.parent.get("changes", {}) for each in (one, other))
+    if one.parent and other.parent:
+        from_one_state = one.parent.get("fingerprint") == other.parent.get("fingerprint")
+    elif not (from_one_state := is_parent(one, other)):
+        if not is_parent(other, one):
+            return False
+        from_one_state, first, second = True, second, first
+    differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    return from_one_state and differing == {CONTROL}
+
+
+def is_parent(one: Member, other: Member) -> bool:
+    """Whether `other` is a branch of `one`."""
+    if not other.parent or one.run.get("started_at") != other.parent.get("started_at"):
+        return False
+    expected = (other.folder / str(other.parent.get("run", ""))).resolve()
+    return expected == one.folder.resolve() or Path(str(other.parent["from"]).partition("@")[0]).name == one.folder.name
+
+
+def parent_of(member: Member) -> Path | None:
+    """The folder of a branch's parent, if it is where the branch expects it."""
+    expected = member.folder / str(member.parent.get("run", ""))
+    if not member.parent or not (expected / "run.json").is_file():
+        return None
+    return expected if read_run(expected / "run.json").get("started_at") == member.parent.get("started_at") else None
+
+
+def gone(member: Member) -> str:
+    """A sentence on a parent that is not where a branch expects it; ''."""
+    if not member.parent or parent_of(member) is not None:
+        return ""
+    return (
+        f"{member.name}: its parent is expected at {member.folder / str(member.parent['run'])}, and is not there or is another run. The "
+        f"branch trains, resumes and compares without it; what came before step {count(member.parent['step'])} is not shown."
+    )
+
+
+def _apart(one: Member, other: Member) -> str:
+    """Why two runs cannot be compared, a clause; ''."""
+    for key in ("content_hash", "source"):
+        ours, theirs = ((each.run.get("data") or {}).get(key) for each in (one, other))
+        if ours and theirs and ours != theirs:
+            return "was trained on other data than"
+        if ours and theirs:
+            break
+    if one.run.get("parameters") != other.run.get("parameters"):
+        return "has another model than"
+    if one.run.get("seed") != other.run.get("seed"):
+        return "has another seed, and so other batches, than"
+    return (
+        "has no step in common with"
+        if one.losses and other.losses and not one.losses.keys() & other.losses.keys()
+        else ""
+    )
+
+
+def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Member]]) -> Judged:
+    """The first is the run that is looked into, the other its reference: the sign says what its own numbers cost."""
+    steps = sorted(first.losses.keys() & other.losses.keys())
+    on_steps = [
+        tuple([each.losses[step] for step in steps if step in each.losses] for each in pair)
+        for pair in controls
+        if set(steps) <= pair[0].losses.keys() & pair[1].losses.keys()
+    ]
+    curve = judge([first.losses[step] for step in steps], [other.losses[step] for step in steps], on_steps)  # type: ignore[arg-type]
+    return Judged(
+        run=first,
+        reference=other,
+        curve=curve,
+        pair=pairs.compare(first.events, other.events, first.recipe, other.recipe),
+    )
+
+
+def _change(one: Member, other: Member) -> str:
+    """What differs between two runs, for the sentence."""
+    if one.recipe != other.recipe or one.run.get("precision") != other.run.get("precision"):
+        return "the number format"
+    return "what differs between them"

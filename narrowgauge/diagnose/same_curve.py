@@ -1,0 +1,122 @@
+"""Whether two continuations from one state have the same curve, judged by a control: is the number format the cause?
+
+    difference    mean of run - reference, over the second half of the steps that both took
+    control       BF16 against itself in another order of summation: how far rounding alone drives two continuations apart. Its second half
+                  is cut into BLOCKS; the largest mean of a block counts
+    same          |difference| <= CONTROLS * control
+    small         more than control, and within the margin: a share of the reference's loss, or so many nats
+    differs       more than both
+
+One number for a stretch: neighbouring steps depend on each other, so they are no samples. With one control the verdict says what this pair
+of curves shows, not what holds over seeds (`seeds`) or checks (`guard.evidence`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from narrowgauge.diagnose.format_text import decimals, loss_value, plural, signed
+from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN
+
+BLOCKS = 4
+CONTROLS = 2.0  # times the largest control: two continuations that differ in rounding alone are as far from a third as from each other
+FEWEST = 2 * BLOCKS  # steps in the second half
+SAME, SMALL, DIFFERS, UNKNOWN = "same", "small", "differs", "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameCurve:
+    """The verdict with its numbers; nats. steps: of the second half. A loss that is not finite makes its mean infinite."""
+
+    name: str
+    difference: float
+    loss: float  # of the reference
+    control: float | None
+    margin: float
+    steps: int
+
+    def event(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {"verdict": fields.pop("name"), **fields}
+
+    @property
+    def numbers(self) -> str:
+        """In words: "+0.0003 nats over the last 50 steps; control 0.0002"."""
+        places = decimals(self.difference)
+        control = "no control" if self.control is None else f"control {self.control:.{decimals(self.control)}f}"
+        return f"{signed(self.difference, places)} nats over the last {plural(self.steps, 'step')}; {control}"
+
+    def sentence(self, change: str = "the number format") -> str:
+        """change: what differs between the two, which is or is not the cause."""
+        if not math.isfinite(self.loss) and self.name == SAME:
+            return f"Both losses stop being finite: the cause is not {change}."
+        if not math.isfinite(self.difference):
+            which = "reference" if not math.isfinite(self.loss) else "run"
+            return f"The loss of the {which} alone stops being finite: {change} makes the difference."
+        if self.name == SAME:
+            return f"The curve is the same within control ({self.numbers}): the cause is not {change}."
+        if self.name == SMALL:
+            return (
+                f"The curve differs by more than control, but by less than the margin of {self.margin:.4f} nats ({self.numbers}): "
+                f"{change} alone does not explain a larger gap."
+            )
+        if self.name == DIFFERS:
+            side = "higher" if self.difference > 0 else "lower"
+            beside = f"{self.numbers}; margin {self.margin:.4f}; loss {loss_value(self.loss)}"
+            return f"The curve is {side} ({beside}): {change} makes the difference."
+        if self.control is None:
+            return f"Not known ({self.numbers}): without a control nobody knows how far rounding alone drives two runs apart."
+        return (
+            f"Not known: {plural(self.steps, 'step')} of the second half in common, and at least {FEWEST} are needed."
+        )
+
+
+def judge(
+    run: Sequence[float],
+    reference: Sequence[float],
+    controls: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
+    margin: float = MARGIN,
+    least_margin: float = LEAST_MARGIN,
+) -> SameCurve:
+    """Losses of the same steps, in order; controls: pairs of losses of the same steps. A curve may end early, where its loss was lost."""
+    shortest = min(len(run), len(reference))
+    lost = [_is_lost(each) for each in (run, reference)]
+    if any(lost):
+        loss = math.inf if lost[1] else statistics.fmean(reference[len(reference) // 2 :])
+        gap = 0.0 if all(lost) else math.inf if lost[0] else -math.inf
+        name = SAME if all(lost) else DIFFERS
+        return SameCurve(name=name, difference=gap, loss=loss, control=None, margin=math.nan, steps=shortest)
+    half = slice(shortest // 2, shortest)
+    count = shortest - shortest // 2
+    if not shortest:
+        return SameCurve(name=UNKNOWN, difference=math.nan, loss=math.nan, control=None, margin=math.nan, steps=0)
+    difference = statistics.fmean(a - b for a, b in zip(run[half], reference[half], strict=True))
+    loss = statistics.fmean(reference[half])
+    allowed = max(margin * abs(loss), least_margin)
+    found = [size for pair in controls if (size := control_of(*pair)) is not None]
+    control = max(found, default=None)
+    name = UNKNOWN
+    if count >= FEWEST and control is not None:
+        name = SAME if abs(difference) <= CONTROLS * control else SMALL if abs(difference) <= allowed else DIFFERS
+    if not any(a != b for a, b in zip(run, reference, strict=False)):
+        name, control = SAME, control or 0.0
+    return SameCurve(name=name, difference=difference, loss=loss, control=control, margin=allowed, steps=count)
+
+
+def control_of(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """The largest mean difference of a block of the second half; None if there are too few steps, or a loss was lost."""
+    shortest = min(len(one), len(other))
+    first = shortest // 2
+    length = (shortest - first) // BLOCKS
+    if shortest - first < FEWEST or _is_lost(one) or _is_lost(other):
+        return None
+    gaps = [a - b for a, b in zip(one[first:shortest], other[first:shortest], strict=True)]
+    return max(abs(statistics.fmean(gaps[place * length : (place + 1) * length])) for place in range(BLOCKS))
+
+
+def _is_lost(losses: Sequence[float]) -> bool:
+    return any(not math.isfinite(each) for each in losses)

@@ -1,0 +1,188 @@
+"""An optimizer's state taken over by another that keeps the same moments in other formats, and other weights.
+
+    w, m, v = decoded values of the old state (`moments`, `masters`), in float32
+    new state = their codes, rounded to nearest
+
+A parameter whose formats stay keeps its tensors bit for bit. Rounding is to nearest where a step of training rounds stochastically:
+this is done once, and the nearest code has half the error. What is lost is measured against the decoded values.
+Both optimizers have the same rule, and tensors of one process (no DTensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim import masters, param_groups, rules, states
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.moments import States
+from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.step import ParamStep, as_tiles, decode_rows, new_state, write_rows
+
+HALF = 1 << 15  # of the 16 random bits: rounds to nearest
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an optimizer keeps a parameter."""
+
+    rule: Rule
+    states: States
+    master: masters.Master
+
+
+@dataclass
+class Loss:
+    """What became of one quantity: how many tensors there were, how many changed, and the squares for its error in dB."""
+
+    tensors: int = 0
+    changed: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def see(self, before: Tensor, after: Tensor) -> None:
+        before, after = before.double(), after.double().to(before.device)
+        self.tensors += 1
+        self.changed += not torch.equal(before, after)
+        self.signal += float(before.square().sum())
+        self.noise += float((before - after).square().sum())
+
+    def __str__(self) -> str:
+        if not self.changed:
+            return "exact"
+        ratio = f", {10 * math.log10(self.signal / self.noise):.0f} dB" if self.signal and self.noise else ""
+        return f"rounded in {self.changed} of {self.tensors} tensors{ratio}"
+
+
+@dataclass
+class Carried:
+    """weights, and each moment by its name; how many parameters had a state, and how many of them kept it bit for bit."""
+
+    losses: dict[str, Loss] = field(default_factory=dict)
+    states: int = 0
+    as_they_were: int = 0
+
+    def see(self, name: str, before: Tensor, after: Tensor) -> None:
+        self.losses.setdefault(name, Loss()).see(before, after)
+
+    def words(self) -> list[str]:
+        """A clause for each quantity."""
+        return [f"{name} {loss}" for name, loss in self.losses.items()]
+
+
+def form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> Form:
+    """torch's AdamW keeps float32 moments of float32 weights."""
+    if not isinstance(optimizer, NarrowOptimizer):
+        return Form(rules.ADAMW, states.named("fp32"), None)
+    rule = rules.get(group["rule"], {}) if "rule" in group else optimizer.rule
+    kept = states.named(param_groups.kept_as(parameter, group)[0])
+    master = None if parameter.dtype == torch.float32 else param_groups.master_of(parameter, group, kept.tile)
+    return Form(rule, kept, master)
+
+
+@torch.no_grad()
+def carry(
+    source: torch.optim.Optimizer, target: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]
+) -> Carried:
+    """Gives each new parameter the weight of the old one, and `target` the state that `source` has of it.
+
+    pairs: (parameter of source, parameter of target), of one shape. Raises ConfigError for two rules, whose moments mean different things.
+    """
+    found = Carried()
+    before, after = (_groups(optimizer) for optimizer in (source, target))
+    for old, new in pairs:
+        old_form, new_form = form_of(source, old, before[old]), form_of(target, new, after[new])
+        if old_form.rule.name != new_form.rule.name:
+            raise ConfigError(
+                f"carry: the state of {old_form.rule.name!r} means nothing to {new_form.rule.name!r}. Keep the rule."
+            )
+        kept = source.state.get(old, {})
+        found.states += bool(kept)
+        if old_form == new_form and old.dtype == new.dtype:
+            new.copy_(old)
+            if kept:
+                target.state[new] = {name: _copied(name, x, new) for name, x in kept.items()}
+                found.as_they_were += 1
+            found.see("weights", old, new)
+            continue
+        values = _decoded(old, old_form, kept) if kept else {"weights": old.detach().float()}
+        made = _encoded(new, new_form, values, kept)
+        if kept:
+            target.state[new] = made
+        rounded = _decoded(new, new_form, made)
+        for name, value in values.items():
+            found.see(name, value, rounded[name])
+    return found
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _copied(name: str, x: Any, parameter: Tensor) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().clone().to("cpu" if name == "step" else parameter.device)
+
+
+def _decoded(parameter: Tensor, form: Form, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """float32, of the parameter's shape: `weights` and each moment."""
+    step = ParamStep.of(parameter, form.rule, form.states, form.master, kept)
+    rows, columns = step.weight.shape
+    tiles, every = -(-columns // step.tile), slice(0, rows)
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else as_tiles(x, tiles, step.tile)
+
+    def whole(x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :columns].reshape(parameter.shape)
+
+    cut_weight = cut(step.weight)
+    assert cut_weight is not None
+    weight = masters.load(step.master_kind, cut_weight, cut(step.master), step.master_scale)
+    found = {"weights": whole(weight)}
+    for name, moment in zip(form.rule.moments, (step.first, step.second), strict=False):
+        found[name] = whole(decode_rows(moment, every, columns, tiles, step.tile, weight))
+    return found
+
+
+def _encoded(parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Writes the weight into the parameter; the state with the moments in `values`, which may be none."""
+    made = new_state(parameter, form.rule, form.states, form.master, parameter.device)
+    step = ParamStep.of(parameter, form.rule, form.states, form.master, made)
+    rows, columns = step.weight.shape
+    tiles, every = -(-columns // step.tile), slice(0, rows)
+
+    def cut(x: Tensor) -> Tensor:
+        return as_tiles(x.to(parameter.device).reshape(rows, columns), tiles, step.tile)
+
+    weight, copy, scale = _stored(step.master_kind, cut(values["weights"]), parameter.dtype)
+    parameter.copy_(weight.flatten(1)[:, :columns].reshape(parameter.shape))
+    if step.master is not None and copy is not None:
+        step.master.copy_(copy.flatten(1)[:, :columns])
+    if step.master_scale is not None and scale is not None:
+        step.master_scale.copy_(scale)
+    for name, moment in zip(form.rule.moments, (step.first, step.second), strict=False):
+        if name in values:
+            x = cut(values[name])
+            codes = moment.format.encode(x, torch.full(x.shape, HALF, dtype=torch.int32, device=x.device))
+            write_rows(moment, codes, every, columns, None)
+    if "step" in kept:
+        made["step"].copy_(kept["step"])
+    return made
+
+
+def _stored(kind: masters.Master, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`masters.store`, to nearest in place of stochastically."""
+    if kind == "stochastic":
+        return masters.rounded(x, dtype), None, None
+    if kind == "fp16-scaled":
+        codes, scale = masters.encode_scaled(x, torch.full_like(x, 0.5))
+        return masters.rounded(masters.decode_scaled(codes, scale), dtype), codes, scale
+    return masters.store(kind, x, dtype, 0, x)  # draws nothing

@@ -1,0 +1,206 @@
+"""A branch: a run that goes on from a checkpoint of another one, its parent, under another recipe, precision or other states.
+
+    carried exactly      weights (of 16-bit ones with their masters), the place in the data, generators, the step number and with it
+                         the learning rate, the loss scale
+    carried by value     moments and masters that the branch keeps in other formats (`optim.carried`)
+    carried if it fits   amax windows, learned steps, readings of samplers: where the layer's recipe still has the same; else new
+
+A branch with the settings of its parent has the bits of the parent going on. It begins by writing a checkpoint of its own, from which it
+starts as any run resumes: so it is killed and resumed as any run, on any number of ranks, and needs its parent no more. While it begins,
+both models are in the host's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge import manifest
+from narrowgauge.diagnose.generators import set_generators
+from narrowgauge.diagnose.runs import read_run
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.optim import carried
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.recipes import AUTO
+from narrowgauge.structure import is_weight
+from narrowgauge.train import guarded, place
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.parallel import checkpoints
+from narrowgauge.train.place import Place
+from narrowgauge.train.reopen import PLAIN, reopened, silent_log
+from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.trainer import Trainer
+
+
+def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
+    """Writes the first checkpoint of the branch `config` into its folder; returns sentences on what was carried over.
+
+    On one process, of several ranks the first. Until it returns the folder holds no run, so a kill in between loses nothing.
+    Raises as `reopened`, and ConfigError for settings that a branch cannot have, or no step left to take.
+    """
+    start = Place.of(config.parent)
+    parent_config = place.settings_of(start.run)
+    place.refuse(parent_config, config)
+    with reopened(start, parent_config, task) as parent:
+        if parent.step >= config.steps:
+            raise ConfigError(
+                f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at steps = {config.steps}. Raise --steps, or "
+                f"start from an earlier checkpoint. {place.existing(start.run)}"
+            )
+        chooses = AUTO in (config.recipe, *config.layers_recipe.values())  # by measurements on the device
+        plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
+        branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
+        said = take_over(parent, branch)
+        if chooses:
+            folder.write_run({"auto": branch.auto})
+        branch.carried = {
+            "parent": {
+                "run": os.path.relpath(start.run, folder.path), "from": config.parent, "step": parent.step,
+                "started_at": _started_at(parent.folder), "fingerprint": _fingerprint(parent),
+                "changes": {key: [str(each) for each in pair] for key, pair in place.changes(parent_config, config).items()},
+                "carried": said,
+            }
+        }  # fmt: skip
+        tensors, facts = branch.collected()
+        facts["agreement"] = _agreement(parent, branch)
+        checkpoints.save(folder.checkpoints, branch.step, tensors, facts, config.keep, branch.ranks)
+    return said
+
+
+def take_over(parent: Trainer, branch: Trainer) -> list[str]:
+    """Gives a new trainer the state of another, in its own formats. Returns a sentence on each part."""
+    if all(getattr(parent.config, key) == getattr(branch.config, key) for key in ("recipe", "layers_recipe", "switch")):
+        branch.watch.prepare(parent.watch.facts())  # what a guard has given the run since it began
+        branch.watch.restore(parent.watch.facts())
+    for stage in branch.stages:
+        if stage.step <= parent.step:
+            stage.apply(branch.model)
+    _take_weights(parent, branch)
+    said = _take_layers(parent.model, branch.model)
+    pairs = list(_pairs(parent, branch))
+    found = carried.carry(parent.optimizer, branch.optimizer, pairs)
+    if not found.states:
+        said.append("The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken.")
+    elif found.as_they_were == found.states:
+        said.append("Weights and optimizer: bit for bit.")
+    else:
+        said.append(f"Other formats, by decoded values: {'; '.join(found.words())}.")
+    if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(branch.optimizer, NarrowOptimizer):
+        branch.optimizer.norm_before = parent.optimizer.norm_before
+    if parent.scaler and branch.scaler:
+        branch.scaler.load_state_dict(parent.scaler.state_dict())
+    elif branch.scaler:
+        said.append("The loss scale starts anew: the parent has none.")
+    branch.feed.restore(parent.feed.state())
+    branch.step, branch.trained_s, branch.skipped_steps = parent.step, parent.trained_s, parent.skipped_steps
+    if branch.best.metric and branch.best.metric == parent.best.metric and (weights := parent.best.weights()):
+        best = parent.best
+        branch.best.save(best.step, weights, {"metric": best.metric, "value": best.value})
+        branch.best.step, branch.best.value, branch.best.loss = best.step, best.value, best.loss
+    set_generators(parent.generators)
+    return said
+
+
+def _take_weights(parent: Trainer, branch: Trainer) -> None:
+    """All tensors that an unconverted model has, in the branch's types; those that train are written again with their masters."""
+    saved, own = parent.model.state_dict(), branch.model.state_dict()
+    names, here = ({name for name in each if is_weight(name)} for each in (saved, own))
+    if parent.config.freeze and names != here:
+        raise ConfigError(
+            f"freeze = {parent.config.freeze!r}: frozen weights are kept as codes of the parent's recipe, which the branch does not have. "
+            "Keep the recipe of the frozen layers, with --recipes."
+        )
+    different = names ^ here or {name for name in names if saved[name].shape != own[name].shape}
+    if different:
+        raise CheckpointError(
+            f"from = {branch.config.parent!r}: a checkpoint of another model: {min(different)!r} is not in both, or has another shape. "
+            "Branch with the model of the parent."
+        )
+    with torch.no_grad():
+        for name in here:
+            own[name].copy_(saved[name])
+
+
+def _pairs(parent: Trainer, branch: Trainer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters that both train; of learned steps those that were carried over."""
+    before = dict(parent.model.named_parameters())
+    kept = {id(each) for group in parent.optimizer.param_groups for each in group["params"]}
+    mine = {id(each) for group in branch.optimizer.param_groups for each in group["params"]}
+    for name, parameter in branch.model.named_parameters():
+        old = before.get(name)
+        if old is None or id(old) not in kept or id(parameter) not in mine:
+            continue
+        if is_weight(name) or torch.equal(old, parameter.to(old.device)):
+            yield old, parameter
+
+
+def _take_layers(parent: nn.Module, branch: nn.Module) -> list[str]:
+    """Amax windows, learned steps and readings of samplers of layers whose recipe still has the same; sentences on them."""
+    before = {name: each for name, each in parent.named_modules() if isinstance(each, QLinear)}
+    counts: dict[str, list[int]] = {}
+    for name, layer in branch.named_modules():
+        if not isinstance(layer, QLinear):
+            continue
+        old = before.get(name)
+        for what, module in _states(layer):
+            count = counts.setdefault(what, [0, 0])
+            source = dict(_states(old)).get(what) if old is not None else None
+            if source is not None and _same(what, old, layer):
+                module.load_state_dict(source.state_dict())
+                count[0] += 1
+            else:
+                count[1] += 1
+    return [f"{what}: {kept} layers carried over, {new} new." for what, (kept, new) in counts.items()]
+
+
+def _states(layer: Any) -> Iterator[tuple[str, nn.Module]]:
+    for what, module in (("Amax windows", layer.scaling), ("Learned steps", layer.steps), ("Samplers", layer.sampling)):
+        if module is not None:
+            yield what, module
+
+
+def _same(what: str, old: Any, new: Any) -> bool:
+    """Whether a state of a layer's old recipe means the same under its new one. Windows hold amax, whatever the format."""
+    if what == "Amax windows":
+        windows = [{role: window for role, (window, _) in each.recipe.windows().items()} for each in (old, new)]
+        return windows[0] == windows[1]
+    if what == "Learned steps":
+        return bool(old.steps.settings == new.steps.settings and old.recipe.output == new.recipe.output)
+    return bool(old.sampling.settings == new.sampling.settings)
+
+
+def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
+    """What ranks have agreed on: where noise stands, and the scales of gradients that travel as before."""
+    known: dict[str, Any] = {"seed": parent.config.seed, "step": parent.step}
+    if parent.resumed_from:
+        path = Path(parent.resumed_from)
+        listing = manifest.read(path)
+        if not listing.save:
+            facts = json.loads(manifest.read_file(path, manifest.FACTS, listing))
+        else:
+            from narrowgauge.distributed import storage  # dear to import: torch's planners
+
+            facts = storage.read(path, only="facts")["facts"]
+        known = facts.get("agreement", known)
+    kept = known.get("gradients", {}) if parent.config.gradients == branch.config.gradients else {}
+    return {**known, "gradients": kept}
+
+
+def _fingerprint(parent: Trainer) -> str:
+    """The SHA-256 of the manifest that lists the hashes of all files of the parent's checkpoint, or of its best weights."""
+    best = parent.folder.best / f"step-{parent.step:08}"
+    path = (Path(parent.resumed_from) if parent.resumed_from else best) / manifest.NAME
+    return str(json.loads(path.read_bytes())["sha256"])
+
+
+def _started_at(folder: RunFolder) -> str:
+    return str(read_run(folder.run).get("started_at", "")) if folder.run.is_file() else ""

@@ -1,0 +1,98 @@
+"""A run and its branches on one axis (exact: the folders are written here)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.diagnose import lineage
+from narrowgauge.errors import ConfigError
+from narrowgauge.report import run_data
+
+
+def write(folder, recipe, losses, first=1, parent=None, **facts):
+    folder.mkdir()
+    run = {"recipe": recipe, "seed": 0, "parameters": 10, "started_at": "then", "data": {"source": "text"}, "steps": 60}
+    (folder / "run.json").write_text(json.dumps(run | facts | ({"parent": parent} if parent else {})))
+    lines = [{"event": "branch", **parent}] if parent else []
+    lines += [{"event": "step", "step": step, "loss": loss, "tokens": 8} for step, loss in enumerate(losses, first)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def link(**changes):
+    changed = {key: list(map(str, pair)) for key, pair in changes.items()}
+    return {
+        "run": "../first", "from": "first@20", "step": 20, "started_at": "then", "fingerprint": "f", "changes": changed, "carried": [],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A run, its branch in BF16, and the control of that; `gap` nats apart."""
+
+    def made(gap):
+        wide = [3.0] * 40
+        first = write(tmp_path / "first", "int4-hq-bs", [4.0] * 20 + [3.0 + gap] * 40)
+        bf16 = write(tmp_path / "bf16", "bf16", wide, 21, link(recipe=("int4-hq-bs", "bf16")), started_at="later")
+        changes = {"recipe": ("int4-hq-bs", "bf16"), "micro_batches": (1, 2)}
+        control = write(tmp_path / "control", "bf16", [3.0005] * 40, 21, link(**changes), started_at="later still")
+        return [first, bf16, control]
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("gap", "words"),
+    [
+        (0.0008, "The curve is the same within control (+0.00080 nats over the last 20 steps; control 0.00050): the cause is not"),
+        (0.03, "The curve is higher (+0.0300 nats over the last 20 steps; control 0.00050; margin 0.0075; loss 3.0000): the number"),
+    ],
+)  # fmt: skip
+def test_a_run_is_held_against_its_branch_by_the_control(family, capsys, gap, words):
+    folders = family(gap)
+    assert main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert words in said and "branch of first@20 at step 20, recipe: int4-hq-bs to bf16; steps 21 to 60" in said
+    assert "differ in the order of summation alone" in said
+    [judged] = lineage.compare(folders).judged
+    assert judged.curve.steps == 20 and judged.reference.folder == folders[1]
+
+
+def test_without_a_control_the_next_step_is_named(family):
+    found = lineage.compare(family(0.03)[:2])
+    assert "--recipe bf16 --micro-batches 2" in found.notes[0] and found.judged[0].curve.name == "unknown"
+
+
+def test_a_parent_that_was_moved_is_said_and_not_needed(family, tmp_path):
+    first, bf16, control = family(0.0)
+    first.rename(tmp_path / "elsewhere")
+    found = lineage.compare([bf16, control])
+    assert sum("its parent is expected at" in note for note in found.notes) == 2 and found.controls
+    with pytest.raises(ConfigError, match="is not a folder"):
+        lineage.compare([first, bf16])
+
+
+def test_runs_on_other_batches_are_refused(family, tmp_path):
+    first = family(0.0)[0]
+    for name, facts, words in (
+        ("other", {"data": {"source": "csv"}}, "other data"),
+        ("seed", {"seed": 1}, "another seed"),
+        ("size", {"parameters": 11}, "another model"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            lineage.compare([first, write(tmp_path / name, "bf16", [1.0], **facts)])
+    for wrong in ([first], [first, first]):
+        with pytest.raises(ConfigError, match="two runs or more, each once"):
+            lineage.compare(wrong)
+
+
+def test_the_report_draws_a_branch_beside_its_parent(family, tmp_path):
+    first, bf16, _ = family(0.0)
+    recorded = run_data.read(bf16)
+    assert recorded.reference is not None and recorded.reference.folder.resolve() == first.resolve()
+    assert recorded.reference.name == "parent: int4-hq-bs" and recorded.last_step == recorded.reference.last_step
+    first.rename(tmp_path / "elsewhere")
+    assert run_data.read(bf16).reference is None
