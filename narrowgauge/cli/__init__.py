@@ -16,11 +16,12 @@ from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, 
 VERBS = {
     "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
+    "study": "Train several recipes with several seeds, and say what holds of each recipe.",
     "evaluate": "Score what a run has saved, narrow and in 16 bits, by its own data or tasks of lm-eval.",
     "compare": "Say whether runs and their branches have the same curve.",
     "blame": "Say which product of which layer is inaccurate, and whether that hurts.",
     "debug": "Repeat a stretch of a run under one change after another, and say which mends it.",
-    "report": "Write the page that shows how a run went.",
+    "report": "Write the page that shows how a run went, or several.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",
 }

@@ -35,16 +35,21 @@ def write(run_folder: Path) -> Path:
     """
     recorded = read(Path(run_folder))
     source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
-        environment.filters[spelled.__name__] = spelled
-    text = environment.from_string(source).render(page(recorded))
+    text = environment().from_string(source).render(page(recorded))
     path = recorded.folder / "report.html"
     # errors="replace": a sample may hold a lone surrogate.
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
+
+
+def environment() -> jinja2.Environment:
+    """What templates of pages have in common: strict, escaped, and the style as a variable."""
+    found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
+        found.filters[spelled.__name__] = spelled
+    style = importlib.resources.files("narrowgauge.report").joinpath("page.css")
+    found.globals["style"] = style.read_text(encoding="utf-8")
+    return found
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
