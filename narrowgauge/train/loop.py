@@ -11,7 +11,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import branch, guarded, run_metadata, stepping
+from narrowgauge.train import branch, run_metadata, spiking, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -173,7 +173,7 @@ def _train_and_log(
         device = ranks.device(config.device)
         freed_memory = keep_freed_memory(config.keep_freed, device)
         has_own_peak = reset_peak(device) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, guarded.watch_of)
+        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             settled = replace(config, checkpointing=trainer.policy)
