@@ -29,8 +29,8 @@ def main() -> None:
     print(markdown(rows, METRICS))
 
 
-def train(recipe: str, seed: int, epochs: int, batch_size: int, learning_rate: float) -> dict[str, float]:
-    """One run from scratch; accuracy and cross entropy on the held-out digits."""
+def train(recipe: Any, seed: int, epochs: int, batch_size: int, learning_rate: float) -> dict[str, float]:
+    """One run from scratch; accuracy and cross entropy on the held-out digits. recipe: "fp32", a name or a Recipe."""
     import torch
     from torch.nn.functional import cross_entropy
 

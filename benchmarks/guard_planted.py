@@ -1,13 +1,15 @@
 """Does the guard find planted faults by the third check, and leave healthy runs alone? Small Llamas on bytes of text, trained in full.
 
-    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, about half a minute of one core each
-    python -m benchmarks.guard_planted --judge                      judges the differences of finished runs again
+    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, some ten seconds of one core each
+    python -m benchmarks.guard_planted --data shakespeare.txt --runs nvfp4 int4-hq-bs bf16-in-halves
+    python -m benchmarks.guard_planted                              judges again what is finished
 
 Every run is trained in its recipe, or with a fault of `planted_faults`. After warm-up, and after each stretch, a copy of its state
 goes on in BF16 on the batches that the run itself sees next (at the first and every fourth check also with its batches in
 halves: the control). The difference of the mean loss over the second half of the stretch goes to `Evidence`. The truth beside it
 is a BF16 run of the same seed over all steps: what the run's validation loss, and its training loss over the last sixth on the same
-batches, end above BF16's. A run is worse in truth if both say so by 0.01. Finished runs are not repeated.
+batches, end above BF16's. One pair of so short runs differs by 0.01 from chance alone, so a recipe or fault is worse in truth
+where both means over the seeds say so by 0.01. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, record
 from benchmarks.paired import Experiment, Figures
-from benchmarks.planted_faults import HEALTHY, SICK
+from benchmarks.planted_faults import FOUR_BITS, HEALTHY, SICK
 from narrowgauge.diagnose.guard.evidence import WITHIN, WORSE, Evidence
 
 SETTINGS: dict[str, Any] = {
-    "steps": 600, "warmup": 60, "first": 120, "every": 60, "batch": 8, "length": 64, "rate": 3e-3, "hidden": 64, "layers": 2,
+    "steps": 400, "warmup": 40, "first": 80, "every": 40, "batch": 4, "length": 32, "rate": 3e-3, "hidden": 64, "layers": 2,
 }  # fmt: skip
 WORSE_IN_TRUTH = 0.01  # nats
+ENDS = ("tail", "validation")
 UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
 
 
 def main() -> None:
     options = _options()
     settings = SETTINGS | {"data": str(options.data)}
-    names = [*UNCHECKED, *options.runs]
+    names = ["bf16", *options.runs]
     experiment = Experiment(train, names, options.seeds, settings, options.output)
-    results = experiment.finished() if options.judge else experiment.results(options.jobs)
+    results = experiment.results(options.jobs) if options.data else experiment.finished()
     rows = judged(results)
     print(markdown(rows))
     found = {**chance(results), **summary(rows)}
@@ -111,7 +114,8 @@ class Continuation:
         import torch
 
         self.model, self.data, self.place = model, data, 0
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+        self.norms: list[float] = []
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
         self.rate: Callable[[int], float] = lambda step: (
             rate * min(step / warmup, 1 - 0.9 * max(step - warmup, 0) / len(data))
         )
@@ -138,7 +142,7 @@ class Continuation:
                     each = self.loss(part) / len(parts)
                     each.backward()
                     loss += float(each.detach())
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 losses.append(loss)
@@ -163,25 +167,34 @@ class Continuation:
 def judged(results: Sequence[Figures]) -> list[Figures]:
     """A row per run: what `Evidence` says at each check, and the truth."""
     truth = {each["seed"]: each for each in results if each["recipe"] == "bf16"}
+    checked = [each for each in results if each["recipe"] not in UNCHECKED and each["seed"] in truth]
+    above = {
+        name: min(
+            statistics.fmean(above_bf16(each, truth)[key] for each in checked if each["recipe"] == name) for key in ENDS
+        )
+        for name in {each["recipe"] for each in checked}
+    }
     rows = []
-    for each in results:
-        if each["recipe"] in UNCHECKED:
-            continue
+    for each in checked:
         evidence = Evidence()
         checks = zip(each["differences"], each["references"], each["controls"], strict=True)
         verdicts = [evidence.add(difference, loss=loss, control=control) for difference, loss, control in checks]
         names = [verdict.name for verdict in verdicts]
-        truths = {key: each[key] - truth[each["seed"]][key] for key in ("tail", "validation")}
         rows.append(
             {
-                "run": each["recipe"], "seed": each["seed"], **{f"{key}_over_bf16": value for key, value in truths.items()},
-                "worse_in_truth": min(truths.values()) >= WORSE_IN_TRUTH, "differences": each["differences"],
+                "run": each["recipe"], "seed": each["seed"], "over_bf16": above_bf16(each, truth),
+                "worse_in_truth": above[each["recipe"]] >= WORSE_IN_TRUTH, "differences": each["differences"],
                 "controls": each["controls"], "margin": verdicts[-1].margin, "verdicts": names,
                 "alarmed": names.index(WORSE) + 1 if WORSE in names else None,
                 "certified": names.index(WITHIN) + 1 if WITHIN in names else None,
             }
         )  # fmt: skip
     return rows
+
+
+def above_bf16(figures: Figures, truth: dict[int, Figures]) -> dict[str, float]:
+    """The ends of a run minus those of the BF16 run of its seed, nats."""
+    return {key: figures[key] - truth[figures["seed"]][key] for key in ENDS}
 
 
 def chance(results: Sequence[Figures]) -> dict[str, str]:
@@ -192,7 +205,7 @@ def chance(results: Sequence[Figures]) -> dict[str, str]:
         f"{key} loss of bf16 in halves minus bf16": ", ".join(
             f"{ours[key] - theirs[key]:+.4f}" for ours, theirs in changed
         )
-        for key in ("tail", "validation")
+        for key in ENDS
     }
 
 
@@ -220,19 +233,18 @@ def markdown(rows: Sequence[Figures]) -> str:
 def _lines(rows: Sequence[Figures]) -> Iterator[str]:
     yield "| run | seed | above BF16: training, validation | difference at each check, 1e-4 nats | alarm | within |"
     yield "|---|---|---|---|---|---|"
-    for row in sorted(rows, key=lambda row: ((*HEALTHY, *SICK).index(row["run"]), row["seed"])):
+    for row in sorted(rows, key=lambda row: ((*HEALTHY, *FOUR_BITS, *SICK).index(row["run"]), row["seed"])):
         differences = ", ".join(f"{1e4 * difference:+.0f}" for difference in row["differences"])
-        truth = f"{row['tail_over_bf16']:+.4f}, {row['validation_over_bf16']:+.4f}"
+        truth = f"{row['over_bf16']['tail']:+.4f}, {row['over_bf16']['validation']:+.4f}"
         yield f"| `{row['run']}` | {row['seed']} | {truth} | {differences} | {row['alarmed'] or '-'} | {row['certified'] or '-'} |"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.guard_planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--data", type=Path, required=True, help="any text file")
+    parser.add_argument("--data", type=Path, help="any text file")
     parser.add_argument("--runs", nargs="+", default=[*HEALTHY, *SICK])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--judge", action="store_true", help="only judge what is finished")
     parser.add_argument("--output", type=Path, default=Path("runs/guard_planted"))
     parser.add_argument("--results", type=Path, default=RESULTS / "guard_planted.jsonl")
     return parser.parse_args()

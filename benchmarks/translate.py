@@ -79,7 +79,7 @@ def train(
     return {**evaluate(model, tokenizer, validation, corpus["val.de"]), "train_s": spent_s}
 
 
-def bpe(lines: list[str]) -> Any:
+def bpe(lines: list[str], vocabulary: int = VOCABULARY) -> Any:
     """A joint BPE over both languages, cutting at spaces; the pieces of a decoded word join again."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -87,7 +87,7 @@ def bpe(lines: list[str]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator(
-        lines, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[PAD, END, UNKNOWN], show_progress=False)
+        lines, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[PAD, END, UNKNOWN], show_progress=False)
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from narrowgauge.conversion import advance, convert, suspended
     from narrowgauge.conversion.description import describe
     from narrowgauge.conversion.switching import switch
+    from narrowgauge.diagnose.guard.loop import Guard
     from narrowgauge.distributed import distribute
     from narrowgauge.nn.linear import QLinear, linear
     from narrowgauge.ops.mm import mm
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cast", "Gemm", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "distribute", "distributed",
+    "Cast", "Gemm", "Guard", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "distribute", "distributed",
     "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes", "suspended", "switch",
 ]  # fmt: skip
 
@@ -45,6 +46,7 @@ _HOMES = {
     "conversion": ("convert", "suspended", "advance"),
     "conversion.description": ("describe",),
     "conversion.switching": ("switch",),
+    "diagnose.guard.loop": ("Guard",),
     "distributed": ("distribute",),
 }
 

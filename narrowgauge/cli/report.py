@@ -1,19 +1,49 @@
-"""`narrowgauge report [RUN]`: writes RUN/report.html."""
+"""`narrowgauge report [RUN ...]`: writes RUN/report.html, or one page on several runs or a study."""
 
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
+
+from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig
 
 
-def report(run: Path = Path(TrainConfig.output), /) -> int:
-    """Write the page that shows how a run went, and print its path.
+def report(
+    *runs: Path,
+    output: Annotated[
+        str, Parameter(help="File of a page on several runs. [report.html beside the first run]", show_default=False)
+    ] = "",
+    reference: Annotated[
+        str, Parameter(help="Recipe that the others are compared with. [that of the first run]", show_default=False)
+    ] = "",
+    metric: Annotated[
+        str, Parameter(help="What is judged. [what chose the best weights, or the loss]", show_default=False)
+    ] = "",
+    margin: Annotated[
+        str, Parameter(help="As 0.25% or 0.003. [0.25% of a loss, 0.01 of a score]", show_default=False)
+    ] = "",
+) -> int:
+    """Write the page that shows how a run went, or how several went beside each other, and print its path.
 
     Parameters
     ----------
-    run
-        Folder of the run.
+    runs
+        Folders of runs, or one of a study. [runs/latest]
     """
-    from narrowgauge.report import page
+    from narrowgauge.report import page, several
 
-    print(page.write(run))
+    folders = runs or (Path(TrainConfig.output),)
+    if len(folders) == 1 and not several.is_study(folders[0]):
+        if given := [
+            key
+            for key, value in (("output", output), ("reference", reference), ("metric", metric), ("margin", margin))
+            if value
+        ]:
+            raise ConfigError(
+                f"report: {', '.join(given)} is of several runs, and one is named. Name more, or leave it out."
+            )
+        print(page.write(folders[0]))
+        return 0
+    print(several.write_folders(folders, Path(output) if output else None, reference, metric, margin))
     return 0

@@ -6,7 +6,7 @@ change on resuming or branching before torch is imported, and unknown recipes be
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,11 +76,11 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def signature_of(function: Callable[..., int]) -> inspect.Signature:
-    """What the function names itself, and the settings of TrainConfig, as a signature for cyclopts."""
+def signature_of(function: Callable[..., int], without: Collection[str] = ()) -> inspect.Signature:
+    """What the function names itself, and the settings of TrainConfig but for those `without`, as a signature for cyclopts."""
     parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
     groups: dict[str, Group] = {}
-    for each in fields(TrainConfig):
+    for each in (each for each in fields(TrainConfig) if each.name not in without):
         group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
         is_table = each.type is TABLE
         read = None if each.type is bool else _read_table if is_table else _read_value

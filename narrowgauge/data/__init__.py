@@ -15,27 +15,36 @@ Examples in rows, for fine-tuning:
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
 """
 
-from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets
+from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets, without_targets
 from narrowgauge.data.cache import TokenStream
+from narrowgauge.data.choices import Choices
 from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_id_of
 from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Examples, Limits, prepare_examples
+from narrowgauge.data.image_sizes import Preprocessing
+from narrowgauge.data.images import ImageBatches, Images, prepare_images
 from narrowgauge.data.plan import Batching, Plan, plan, restore_order, sorted_batches
+from narrowgauge.data.questions import Questions
+from narrowgauge.data.regression import Regression
 from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record
-from narrowgauge.data.targets import coloured_sample, count_targets, step_loss, summed_loss, trainer_loss
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task
+from narrowgauge.data.tagging import Tagging
+from narrowgauge.data.targets import coloured_sample, count_targets, squared_loss, step_loss, summed_loss, trainer_loss
+from narrowgauge.data.task import Task
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [
-    "IGNORED", "Batching", "CausalBatches", "Chat", "Classification", "Collator", "Completion", "Corpus", "Document",
-    "Encoder", "Examples", "LengthBatchSampler", "Limits", "PackingCheck", "PaddingReport", "Plan", "Record",
-    "Seq2Seq", "Task", "TokenStream", "TrainedTokenizer", "Waste", "block_mask", "check_packing", "check_vocabulary",
-    "coloured_sample", "count_targets", "cumulative_lengths", "documents", "fingerprint", "load",
-    "pack", "pad_id_of", "plan", "prepare", "prepare_examples", "records", "restore_order", "sorted_batches",
-    "step_loss", "summed_loss", "train_bpe", "trainer_loss", "valid_targets",
+    "IGNORED", "Batching", "CausalBatches", "Chat", "Choices", "Classification", "Collator", "Completion", "Corpus",
+    "Document", "Encoder", "Examples", "ImageBatches", "Images", "LengthBatchSampler", "Limits", "PackingCheck",
+    "PaddingReport", "Plan", "Preprocessing", "Questions", "Record", "Regression", "Seq2Seq", "Tagging", "Task",
+    "TokenStream", "TrainedTokenizer", "Waste", "block_mask", "check_packing", "check_vocabulary",
+    "coloured_sample", "count_targets", "cumulative_lengths", "documents", "fingerprint", "load", "pack",
+    "pad_id_of", "plan", "prepare", "prepare_examples", "prepare_images", "records", "restore_order",
+    "sorted_batches", "squared_loss", "step_loss", "summed_loss", "train_bpe", "trainer_loss", "valid_targets",
+    "without_targets",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ Windows cross document boundaries.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -41,8 +42,15 @@ def permutation(count: int, key: bytes) -> Indices:
 
 
 def valid_targets(batch: Batch) -> int:
-    """Number of labels that count in the loss."""
-    return int((batch["labels"] != IGNORED).sum())
+    """Number of labels that count in the loss: not -100, or, of numbers, not NaN."""
+    labels = batch["labels"]
+    return int((~labels.isnan() if labels.is_floating_point() else labels != IGNORED).sum())
+
+
+def without_targets(batch: Batch) -> Batch:
+    """The same batch with labels that do not count."""
+    labels = batch["labels"]
+    return batch | {"labels": torch.full_like(labels, math.nan if labels.is_floating_point() else IGNORED)}
 
 
 @lru_cache(maxsize=2)  # a batch can span two epochs

@@ -1,10 +1,13 @@
 """Collates examples into one batch of tensors: padded on the right to a planned width, or several packed in a row.
 
     input_ids       [rows, width] int64, padded with `pad_id`
-    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq
+    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq; [rows, 2] of spans;
+                    [rows, columns] float32 for regression
     attention_mask  [rows, width] int64, 1 on the example, from its length (not its ids: pad may equal end of text)
     position_ids    [rows, width] int64, continued through the padding
     token_type_ids  as in the examples
+
+Examples of several choices are as many rows, [choices of all, 1, width] and labels [choices of all] (see `heads`).
 
 Packed rows (items are lists of examples) have no attention_mask of this shape; see `Collator.attention`. `check_packing` finds out
 whether a model reads what they have instead.
@@ -42,6 +45,7 @@ class Collator:
                      support it;
                      "varlen": all rows as one, with cu_seq_lens, for variable-length kernels
     causal           True if the block-diagonal mask is causal; False for encoders
+    shifted          True if labels are compared with the logits before them, so that the first of a packed document is no target
     """
 
     pad_id: int
@@ -51,6 +55,7 @@ class Collator:
     position_ids: bool = False
     attention: Literal["mask", "positions", "varlen"] = "mask"
     causal: bool = True
+    shifted: bool = True
 
     def __post_init__(self) -> None:
         if self.attention not in ("mask", "positions", "varlen"):
@@ -66,7 +71,9 @@ class Collator:
             raise DataError("Collator: the batch mixes examples with packed rows. Pass one kind.")
         if packed:
             return self._packed(packed)
-        return self._padded([item for item in items if isinstance(item, dict)])
+        examples = [item for item in items if isinstance(item, dict)]
+        first = examples[0]["input_ids"]
+        return self._of_choices(examples) if len(first) and np.ndim(first[0]) else self._padded(examples)
 
     def _padded(self, examples: Sequence[Example]) -> Batch:
         sizes = [len(example["input_ids"]) for example in examples]
@@ -82,6 +89,21 @@ class Collator:
             batch["labels"] = self._labels(examples, sizes, width)
         return batch
 
+    def _of_choices(self, examples: Sequence[Example]) -> Batch:
+        """Each choice is a row, and the label of an example stands at the first of its rows: the row of the right choice."""
+        counts = [len(example["input_ids"]) for example in examples]
+        rows = [
+            {name: parts[place] for name, parts in example.items() if name != "labels"}
+            for example, count in zip(examples, counts, strict=True)
+            for place in range(count)
+        ]
+        batch = {name: values[:, None] for name, values in self._padded(rows).items()}
+        firsts = torch.tensor([0, *counts[:-1]]).cumsum(0)
+        batch["labels"] = torch.full((len(rows),), IGNORED)
+        if "labels" in examples[0]:
+            batch["labels"][firsts] = firsts + torch.tensor([int(example["labels"]) for example in examples])
+        return batch
+
     def _width(self, longest: int, rows: int) -> int:
         widths = self.widths if self.widths is not None else (round_up(max(1, longest), self.multiple),)
         return width_of(longest, rows, widths, self.tokens_multiple)
@@ -90,16 +112,31 @@ class Collator:
         labels = [example["labels"] for example in examples]
         if np.ndim(labels[0]) == 0:
             return torch.tensor([int(label) for label in labels])
+        if np.asarray(labels[0]).dtype.kind == "f":
+            return torch.from_numpy(np.stack(labels).astype(np.float32))
+        if isinstance(labels[0], tuple):
+            return torch.tensor(labels)
         lengths = [len(label) for label in labels]
         if lengths != sizes:  # the decoder's side
             width = self._width(max(lengths), len(examples))
         return _filled(labels, width, IGNORED)
 
+    def _targets(self, labels: Any, tokens: int) -> np.ndarray[Any, Any]:
+        """Labels of a packed document; if shifted without that of its first token, a target of the document before."""
+        found = np.array(labels)
+        if found.shape != (tokens,):
+            raise ConfigError(
+                f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only one for each token. Leave row_length out."
+            )
+        if self.shifted:
+            found[:1] = IGNORED
+        return found
+
     def _packed(self, rows: Sequence[Sequence[Example]]) -> Batch:
         sizes = [[len(example["input_ids"]) for example in row] for row in rows]
         width = self._width(max(map(sum, sizes)), len(rows))
         ids = _filled([np.concatenate([one["input_ids"] for one in row]) for row in rows], width, self.pad_id)
-        targets = [np.concatenate([_from_second(one["labels"], len(one["input_ids"])) for one in row]) for row in rows]
+        targets = [np.concatenate([self._targets(one["labels"], len(one["input_ids"])) for one in row]) for row in rows]
         labels = _filled(targets, width, IGNORED)
         both = [positions(row, width) for row in sizes]
         position, document = (torch.stack(part) for part in zip(*both, strict=True))
@@ -115,17 +152,6 @@ class Collator:
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}  # type: ignore[dict-item]  # numbers, as kernels want
         return batch
-
-
-def _from_second(labels: Any, tokens: int) -> np.ndarray[Any, Any]:
-    """Labels without the first token, which after the shift would be a target of the document before."""
-    found = np.array(labels)
-    if found.shape != (tokens,):
-        raise ConfigError(
-            f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only causal-lm's. Leave row_length out."
-        )
-    found[:1] = IGNORED
-    return found
 
 
 def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:

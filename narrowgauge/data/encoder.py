@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from narrowgauge.data.cache import Values
+from narrowgauge.data.tables import Record
 from narrowgauge.data.text import shown
-from narrowgauge.data.tokenizer import fingerprint, plain_backend
+from narrowgauge.data.tokenizer import fingerprint, plain_backend, spaced
 from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Encoder:
         self.allow_slow = allow_slow
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
         self._slow_texts = 0
+        self._of_words: Any = None  # the Rust tokenizer of texts in words, made when it is asked for
         self._backend = self._target = None  # the Rust tokenizer of sources, and of a seq2seq model's targets
         if getattr(tokenizer, "is_fast", False):
             self._backend = self._target = plain_backend(self.tokenizer, trim_offsets=False)
@@ -68,6 +70,17 @@ class Encoder:
             for path in sorted(each for each in Path(folder).rglob("*") if each.is_file()):
                 digest.update(path.name.encode() + path.read_bytes())
         return {"slow": digest.hexdigest(), "transformers": transformers_version}
+
+    def rows(
+        self, rows: Sequence[Record], text: str, pair: str | None, max_length: int | None = None
+    ) -> Iterator[dict[str, Values]]:
+        """`ids` of a column of texts, or of pairs with a second column. Where nothing is written there are none."""
+        texts: list[Text] = [row.text(text) for row in rows]
+        if pair is not None:
+            texts = [(str(first), row.text(pair)) for first, row in zip(texts, rows, strict=True)]
+        for row, given, found in zip(rows, texts, self.ids(texts, max_length=max_length), strict=True):
+            self.check_start(found["input_ids"], row.origin)
+            yield found if "".join(given).strip() else found | {"input_ids": found["input_ids"][:0]}
 
     def ids(
         self, texts: Sequence[Text], *, target: bool = False, max_length: int | None = None
@@ -109,10 +122,7 @@ class Encoder:
     def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
         """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens. Refuses slow tokenizers."""
         if self._backend is None:
-            raise ConfigError(
-                f"{self.name}: a slow tokenizer does not know which characters a token covers, but prompts and chats need that. "
-                "Load it with its tokenizer.json."
-            )
+            raise self._no_spans("prompts and chats")
         found = []
         for encoding in self._backend.encode_batch(list(texts), add_special_tokens=special):
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -120,6 +130,68 @@ class Encoder:
                 places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
             found.append((np.array(encoding.ids, np.int64), places))
         return found
+
+    def words(self, rows: Sequence[Sequence[str]], *, max_length: int | None = None) -> list[dict[str, Values]]:
+        """input_ids, token_type_ids and `words`, the number of the word of each token or -1, of rows that are split into words.
+
+        Every word is encoded as one behind a space, also by byte-level tokenizers that would join it to the one before.
+        """
+        if self._backend is None:
+            raise self._no_spans("tags")
+        if self._of_words is None:
+            self._of_words = spaced(self._backend)
+        return [
+            {
+                "input_ids": np.array(found.ids, np.int64),
+                "token_type_ids": np.array(found.type_ids, np.int64),
+                "words": np.array([-1 if word is None else word for word in found.word_ids], np.int64),
+            }
+            for found in self._cut(
+                self._of_words, list(map(list, rows)), {"max_length": max_length}, is_pretokenized=True
+            )
+        ]
+
+    def windows(
+        self, pairs: Sequence[tuple[str, str]], *, max_length: int | None, stride: int
+    ) -> list[list[dict[str, Values]]]:
+        """Windows over the second text of each pair, with the whole first: input_ids, token_type_ids, and `offsets` [tokens, 2].
+
+        offsets  start and end character in the second text; -1 for all other tokens
+        stride   tokens of the second text that neighbouring windows share
+
+        A pair whose first text leaves no more room than `stride` has one window, longer than max_length.
+        """
+        if self._backend is None:
+            raise self._no_spans("answers")
+        whole = self._cut(self._backend, list(pairs), {"max_length": None})
+        if max_length is None:
+            return [[_window(found)] for found in whole]
+        special = self._backend.num_special_tokens_to_add(True)
+        firsts = [sum(part == 0 for part in found.sequence_ids) for found in whole]
+        result = [[_window(found)] for found in whole]
+        cut = [
+            place for place, found in enumerate(whole)
+            if len(found.ids) > max_length and max_length - special - firsts[place] > stride
+        ]  # fmt: skip
+        options = {"max_length": max_length, "stride": stride, "strategy": "only_second"}
+        for place, found in zip(cut, self._cut(self._backend, [pairs[each] for each in cut], options), strict=True):
+            result[place] = [_window(each) for each in (found, *found.overflowing)]
+        return result
+
+    def _cut(self, backend: Any, texts: list[Any], truncation: dict[str, Any], **options: Any) -> list[Any]:
+        """Encodings with special tokens, cut as `truncation` says unless its max_length is None."""
+        if truncation["max_length"] is not None:
+            backend.enable_truncation(**truncation)
+        try:
+            return list(backend.encode_batch(texts, add_special_tokens=True, **options))
+        finally:
+            backend.no_truncation()
+
+    def _no_spans(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.name}: a slow tokenizer does not know which characters a token covers, but {what} need that. "
+            "Load it with its tokenizer.json."
+        )
 
     def check_start(self, ids: Values, origin: str) -> None:
         """Raises DataError if the ids begin with the same beginning-of-text token twice."""
@@ -131,3 +203,11 @@ class Encoder:
                 f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "
                 "Take it out of the text, or out of the chat template."
             )
+
+
+def _window(found: Any) -> dict[str, Values]:
+    """Arrays of an encoding of a pair; see `Encoder.windows`."""
+    offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
+    offsets[[part != 1 for part in found.sequence_ids]] = -1
+    ids, types = np.array(found.ids, np.int64), np.array(found.type_ids, np.int64)
+    return {"input_ids": ids, "token_type_ids": types, "offsets": offsets}

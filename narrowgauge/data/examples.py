@@ -15,7 +15,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.batches import IGNORED, Indices
-from narrowgauge.data.cache import Append, Entry, cached, key_of
+from narrowgauge.data.batches import Indices
+from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
 from narrowgauge.data.sources import files_of, records
+from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
-from narrowgauge.data.tasks import Classification, Encoded, Kind, Notes, Seq2Seq, Task, fields
+from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.data.text import readable, shown
 from narrowgauge.errors import ConfigError, DataError
 
@@ -37,39 +37,37 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the files; part of the key
 LENGTH = np.dtype("<u4")
-Item = dict[str, Any]
+NO_CUT = "'skip' (windows cut no context; too long is what leaves no room for it beside `stride`)"
 
 
-class Examples:
+class Examples(Stored):
     """Encoded examples as a map-style dataset for torch's DataLoader or transformers' Trainer; memory-mapped.
 
     examples[i]             causal-lm: input_ids, labels (same length, unshifted, -100 where no loss is computed)
                             classification: input_ids, labels (one int), token_type_ids if the tokenizer has them
                             seq2seq: input_ids, labels (of their own length)
+                            regression: as classification, with labels [columns] float64
     examples[3, 1, 4]       the list of these examples, for a packed row
-    examples.select(rows)   a subset
+    examples.select(rows)   a subset, whose summary stays that of all
     """
 
-    def __init__(self, kind: Kind, entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
-        self.kind, self.entry, self.summary = kind, entry, summary
-        self._lengths = {name: entry.arrays[f"{name}.lengths"].astype(np.int64) for name in fields}
-        self._ends = {name: np.cumsum(lengths) for name, lengths in self._lengths.items()}
+    def __init__(self, task: type[Task], entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
+        super().__init__(entry, fields)
+        self.task, self.summary = task, summary
 
-    def __len__(self) -> int:
-        return len(self._lengths["input_ids"])
-
-    def select(self, rows: Indices) -> Examples:
-        """A subset in the given order. The summary stays that of all examples."""
-        part = copy(self)
-        part._lengths = {name: lengths[rows] for name, lengths in self._lengths.items()}
-        part._ends = {name: ends[rows] for name, ends in self._ends.items()}
-        return part
+    @property
+    def kind(self) -> Kind:
+        return self.task.kind
 
     @property
     def lengths(self) -> Indices:
         """Tokens of each example, int64; the longer side of a seq2seq pair."""
-        lengths = self._lengths["input_ids"]
-        return np.maximum(lengths, self._lengths["labels"]) if self.kind == "seq2seq" else lengths
+        return self.task.lengths(self)
+
+    @property
+    def tokens(self) -> Indices:
+        """Tokens that a model reads of each example, int64."""
+        return self.task.tokens(self)
 
     @property
     def notes(self) -> list[str]:
@@ -79,18 +77,16 @@ class Examples:
     def __getitem__(self, index: int | Sequence[int]) -> Any:
         if isinstance(index, Sequence):
             return [self[one] for one in index]
-        found: Item = {}
-        for name, ends in self._ends.items():
-            end = int(ends[index])
-            found[name] = self.entry.arrays[name][end - int(self._lengths[name][index]) : end].astype(np.int64)
-        if self.kind == "causal-lm":
-            found["labels"] = np.where(found.pop("targets") != 0, found["input_ids"], IGNORED)
-        elif self.kind == "classification":
-            found["labels"] = int(found["labels"][0])
-        return found
+        found = {name: _wide(self.array(name, index)) for name in self._ends if name not in self.task.aside}
+        return self.task.item(found)
 
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))
+
+
+def _wide(values: Values) -> Values:
+    """Whole numbers as int64, others as they are."""
+    return values.astype(np.int64) if values.dtype.kind in "iu" else np.array(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +132,7 @@ def prepare_examples(
     if "token_type_ids" in names and "token_type_ids" not in tokenizer.model_input_names:
         names.remove("token_type_ids")
     notes = [*entry.facts["notes"], *notes]
-    return Examples(task.kind, entry, names, {**entry.facts, "source": shown(source), "notes": notes})
+    return Examples(type(task), entry, names, {**entry.facts, "source": shown(source), "notes": notes})
 
 
 class _Job:
@@ -144,7 +140,9 @@ class _Job:
 
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
-        self.fields = fields(task, encoder)
+        if task.windows and limits.too_long == "truncate":
+            raise ConfigError("too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.")
+        self.fields = task.arrays(encoder)
         self.content = self._content()
         facts = {
             "examples": FORMAT,
@@ -191,29 +189,33 @@ class _Job:
         }
 
     def _kept(self, rows: list[Record]) -> Iterator[Encoded]:
-        limit, task = self.limits.max_length, self.task
+        task, limit = self.task, self.limits.max_length
         self.counts["rows"] += len(rows)
-        for row, example in zip(rows, task.encode(rows, self.encoder, self.notes), strict=True):
-            length = max(len(example["input_ids"]), len(example["labels"]) if task.kind == "seq2seq" else 0)
-            if limit is not None and length > limit:
-                self._refuse("too_long", row)
-                self.longest = max(self.longest, length)
-                if self.limits.too_long != "truncate":
-                    continue
-                if isinstance(task, Classification | Seq2Seq):  # the tokenizer keeps its separators
-                    [example] = task.encode([row], self.encoder, Notes(), max_length=limit)
-                else:
-                    example = {name: values[:limit] for name, values in example.items()}
-            ids = example["input_ids"]
-            if task.kind == "causal-lm":
-                example["targets"][:1] = 0  # nothing predicts the first token
-            targets = int(example["targets"].sum()) if task.kind == "causal-lm" else len(example["labels"])
-            if not targets or not len(ids):
-                self._refuse("no_target", row)
-                continue
-            self.counts.update(examples=1, tokens=len(ids), targets=targets)
-            self.largest_token = max(self.largest_token, int(ids.max()))
-            yield example
+        own_length = {"max_length": limit} if task.windows else {}
+        for row, found in zip(rows, task.encode(rows, self.encoder, self.notes, **own_length), strict=True):
+            for example in found if task.windows else (found,):
+                yield from self._fitting(row, example)
+
+    def _fitting(self, row: Record, example: Encoded) -> Iterator[Encoded]:
+        """The example if it has a target, cut if it is too long and the limits have it so; or nothing."""
+        limit, task = self.limits.max_length, self.task
+        length = task.length(example)
+        if limit is not None and length > limit:
+            self._refuse("too_long", row)
+            self.longest = max(self.longest, length)
+            if self.limits.too_long != "truncate":
+                return
+            if task.refits:  # the tokenizer keeps its separators
+                [example] = task.encode([row], self.encoder, Notes(), max_length=limit)
+            else:
+                example = {name: values[:limit] for name, values in example.items()}
+        ids, targets = example["input_ids"], task.targets(example)
+        if not targets or not len(ids):
+            self._refuse("no_target", row)
+            return
+        self.counts.update(examples=1, tokens=len(ids), targets=targets)
+        self.largest_token = max(self.largest_token, int(ids.max()))
+        yield example
 
     def _refuse(self, fault: str, row: Record) -> None:
         self.counts[fault] += 1
@@ -224,9 +226,10 @@ class _Job:
         limits, rows, source, notes = self.limits, self.counts["rows"], shown(self.source), list[str]()
         if count := self.counts["too_long"]:
             if limits.too_long == "error":
+                other = NO_CUT if self.task.windows else "'truncate' or 'skip'"
                 raise DataError(
                     f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
-                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to 'truncate' or 'skip'."
+                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}."
                 )
             done = "cut" if limits.too_long == "truncate" else "left out"
             notes.append(
@@ -234,9 +237,9 @@ class _Job:
                 f"and were {done}."
             )
         if count := self.counts["no_target"]:
-            what = "text" if self.task.kind == "classification" else "target"
+            what = self.task.learnt
             if limits.no_target == "error":
-                masked = "" if what == "text" else ", all their labels are masked"
+                masked = ", all their labels are masked" if what == "target" else ""
                 raise DataError(
                     f"{source}: {count} of {rows} rows have no {what}{masked}; the first is {self.first['no_target']}. "
                     "Correct them, or set no_target to 'skip'."

@@ -26,6 +26,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NoReturn
 
+from narrowgauge.data.squad import squad_rows
 from narrowgauge.data.tables import TABLES, Record, chosen_columns, table_rows
 from narrowgauge.data.text import LIMIT_BYTES, Document, readable, reason, shown, text_documents, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
@@ -86,7 +87,9 @@ def records(
     header: Sequence[str] | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Iterator[Record]:
-    """The rows of `source`, a table or a glob of tables, with these columns. CSV has strings alone, other tables typed values.
+    """The rows of `source`, a table or a glob of tables, or SQuAD's JSON, with these columns.
+
+    CSV has strings alone, other tables typed values.
 
     header  column names of CSV and TSV files without a header row
 
@@ -96,6 +99,9 @@ def records(
     if not columns or len(set(columns)) != len(columns):
         raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")
     for path in files_of(os.fspath(source)):
+        if path.suffix.lower() == ".json" and header is None:
+            yield from squad_rows(path, columns)
+            continue
         if path.suffix.lower() not in TABLES:
             raise DataError(
                 f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))}."
@@ -154,7 +160,7 @@ def files_of(name: str) -> list[Path]:
         )
 
 
-def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
+def below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
     """The files below a folder, by their parts; names that are left out are files and folders."""
 
     def refuse(error: OSError) -> NoReturn:
@@ -169,7 +175,7 @@ def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    files = _below(folder, lambda name: name.startswith("."))
+    files = below(folder, lambda name: name.startswith("."))
     if found := [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]:
         return found
     if not files:
@@ -206,7 +212,7 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     remedy = "Pass a file, a folder or a glob instead of stdlib."
-    files = [path for path in _below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
+    files = [path for path in below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
     if not files:
         raise DataError(f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {remedy}")
     for path in files:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.data.batches import IGNORED, Batch
-from narrowgauge.data.tasks import Kind
+from narrowgauge.data.batches import IGNORED, Batch, valid_targets
+from narrowgauge.data.heads import choice_scores, span_scores
+from narrowgauge.data.task import Kind
 from narrowgauge.errors import DataError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def shifted_labels(labels: Tensor, kind: Kind) -> Tensor:
 
 def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
     """Number of valid targets of these micro-batches after the shift. Raises DataError if there are none."""
-    total = sum(int((shifted_labels(batch["labels"], kind) != IGNORED).sum()) for batch in batches)
+    total = sum(valid_targets({"labels": shifted_labels(batch["labels"], kind)}) for batch in batches)
     if not total:
         raise DataError(
             f"step: no valid target in {len(batches)} micro-batches, every label is {IGNORED}. Check a coloured_sample of the "
@@ -56,7 +57,12 @@ def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
 
 
 def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
-    """Sum of -log p(target), a float32 scalar. logits [..., classes], once more in float32; labels [...] of the same kind."""
+    """Sum of -log p(target), a float32 scalar. logits [..., classes], once more in float32; labels [...] of the same kind.
+
+    Of regression the sum of squared differences.
+    """
+    if kind == "regression":
+        return squared_loss(logits, labels.to(logits.device))
     return aligned_loss(logits, shifted_labels(labels, kind).to(logits.device))
 
 
@@ -67,17 +73,33 @@ def aligned_loss(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def squared_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Sum of squared differences, a float32 scalar. values, targets [rows, columns]; a target that is NaN does not count."""
+    counts = ~targets.isnan()
+    difference = torch.where(counts, values.float() - targets.nan_to_num(), 0.0)
+    return (difference * difference).sum()
+
+
 def step_loss(model: Any, batch: Batch, kind: Kind, total: int) -> Tensor:
-    """This micro-batch's share of the step's loss, in nats per target; `total` is the number of targets of the step.
+    """This micro-batch's share of the step's loss, in nats per target, or squared error; `total` is the number of targets of the step.
 
     Calls a transformers model without labels, so that it does not compute a loss itself.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if kind == "seq2seq":
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-    if kind != "classification":
+    if kind in ("causal-lm", "seq2seq"):
         inputs["use_cache"] = False  # type: ignore[assignment]
-    return summed_loss(model(**inputs).logits, batch["labels"], kind) / total
+    scores = scores_of(model(**inputs), batch["labels"], kind, batch.get("attention_mask"))
+    return summed_loss(scores, batch["labels"], kind) / total
+
+
+def scores_of(output: Any, labels: Tensor, kind: Kind, mask: Tensor | None = None) -> Tensor:
+    """What of a model's output the labels are compared with. mask: 0 on padding, where there are answers to questions (`heads`)."""
+    if kind == "question-answering":
+        return span_scores(output, mask)
+    logits: Tensor = output["logits"]
+    return choice_scores(logits, labels) if kind == "multiple-choice" else logits
 
 
 def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
@@ -85,7 +107,7 @@ def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         total = count_targets([{"labels": labels}], kind) if num_items_in_batch is None else num_items_in_batch
-        return summed_loss(outputs["logits"], labels, kind) / total
+        return summed_loss(scores_of(outputs, labels, kind), labels, kind) / total
 
     return loss
 

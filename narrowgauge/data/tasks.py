@@ -1,4 +1,4 @@
-"""The four tasks: how a row of a table becomes arrays of ids.
+"""Tasks of texts and their classes, and of models that write: how a row of a table becomes arrays of ids.
 
     Completion      prompt + completion, loss on the completion and its end-of-text token
     Chat            messages in the tokenizer's template, loss on the assistant's answers
@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
-from narrowgauge.data.encoder import Encoder, Text
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
+from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError, DataError, closest
-
-Kind = Literal["causal-lm", "classification", "seq2seq"]
-Encoded = dict[str, Values]
-Notes = Counter[str]  # sentence with {count} -> number of examples
 
 NUMBER = re.compile(r"-?\d{1,18}")
 STRADDLING = (
@@ -45,29 +43,38 @@ UNFINISHED = (
 )
 
 
-def fields(task: Task, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-    """The arrays of an encoded example, and how they are stored."""
-    ids = token_dtype(encoder.vocabulary - 1)
-    if task.kind == "causal-lm":
-        return {"input_ids": ids, "targets": np.dtype("u1")}
-    if task.kind == "classification":
-        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
-    return {"input_ids": ids, "labels": ids}
+class _Causal(Task):
+    """A text of which some tokens are learnt."""
+
+    kind: ClassVar[Kind] = "causal-lm"
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
+
+    def targets(self, example: Encoded) -> int:
+        example["targets"][:1] = 0  # nothing predicts the first token
+        return int(example["targets"].sum())
+
+    @staticmethod
+    def item(arrays: Item) -> Item:
+        learnt = arrays.pop("targets") != 0
+        return arrays | {"labels": np.where(learnt, arrays["input_ids"], IGNORED)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(_Causal):
     """Columns with a prompt, which may be empty, and its completion."""
 
     prompt: str = "prompt"
     completion: str = "completion"
-    kind: ClassVar[Kind] = "causal-lm"
 
     @property
     def columns(self) -> list[str]:
         return [self.prompt, self.completion]
 
-    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> Iterator[Encoded]:
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
         prompts = [row.text(self.prompt) for row in rows]
         texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
         learnt = _learnt(rows, texts, [[(len(prompt), sys.maxsize)] for prompt in prompts], encoder, special=True)
@@ -81,12 +88,11 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(_Causal):
     """A column with a list of messages, each a role and a content."""
 
     messages: str = "messages"
     train_on: Literal["answers", "last"] = "answers"
-    kind: ClassVar[Kind] = "causal-lm"
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
@@ -96,7 +102,9 @@ class Chat:
     def columns(self) -> list[str]:
         return [self.messages]
 
-    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> Iterator[Encoded]:
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
         chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
         rendered = [
             answers(encoder.tokenizer, chat, row.origin, self.train_on) for chat, row in zip(chats, rows, strict=True)
@@ -125,7 +133,7 @@ def _learnt(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification:
+class Classification(Task):
     """Columns with a text, perhaps a second one, and a class.
 
     classes  names in the order of their ids, or their number if the data holds ids
@@ -136,6 +144,8 @@ class Classification:
     pair: str | None = None
     label: str = "label"
     kind: ClassVar[Kind] = "classification"
+    refits: ClassVar[bool] = True
+    learnt: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
         names = self.classes if isinstance(self.classes, tuple) else ()
@@ -150,19 +160,20 @@ class Classification:
     def columns(self) -> list[str]:
         return [self.text, *([self.pair] if self.pair is not None else []), self.label]
 
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
+
+    @staticmethod
+    def item(arrays: Item) -> Item:
+        return arrays | {"labels": int(arrays["labels"][0])}
+
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
         labels = [self.class_of(row) for row in rows]
-        texts: list[Text] = [row.text(self.text) for row in rows]
-        if self.pair is not None:
-            texts = [(str(text), row.text(self.pair)) for text, row in zip(texts, rows, strict=True)]
-        encoded = encoder.ids(texts, max_length=max_length)
-        for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
-            encoder.check_start(example["input_ids"], row.origin)
-            if not "".join(text).strip():  # an example without ids has no target
-                example["input_ids"] = example["input_ids"][:0]
-            yield {**example, "labels": np.array([label])}
+        examples = encoder.rows(rows, self.text, self.pair, max_length)
+        return ({**example, "labels": np.array([label])} for example, label in zip(examples, labels, strict=True))
 
     def class_of(self, row: Record) -> int:
         """The id of the row's class. Raises DataError for an unknown label."""
@@ -186,16 +197,35 @@ class Classification:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seq2Seq:
-    """Columns with the encoder's source and the decoder's target."""
+class Seq2Seq(Task):
+    """Columns with the encoder's source and the decoder's target.
+
+    keeps_text  the target's text is kept too, as UTF-8 in an array "text" that no batch holds
+    """
 
     source: str = "source"
     target: str = "target"
+    keeps_text: bool = False
+    aside: ClassVar[frozenset[str]] = frozenset({"text"})
     kind: ClassVar[Kind] = "seq2seq"
+    refits: ClassVar[bool] = True
 
     @property
     def columns(self) -> list[str]:
         return [self.source, self.target]
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "labels": ids} | ({"text": np.dtype("u1")} if self.keeps_text else {})
+
+    def length(self, example: Encoded) -> int:
+        return max(len(example["input_ids"]), len(example["labels"]))
+
+    @staticmethod
+    def lengths(stored: Stored) -> Indices:
+        return np.maximum(stored.sizes("input_ids"), stored.sizes("labels"))
+
+    tokens = lengths
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
@@ -204,7 +234,5 @@ class Seq2Seq:
         targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
         for row, source, target in zip(rows, sources, targets, strict=True):
             encoder.check_start(source["input_ids"], row.origin)
-            yield {"input_ids": source["input_ids"], "labels": target["input_ids"]}
-
-
-Task = Completion | Chat | Classification | Seq2Seq
+            text = {"text": np.frombuffer(row.text(self.target).encode(), np.uint8)} if self.keeps_text else {}
+            yield {"input_ids": source["input_ids"], "labels": target["input_ids"], **text}

@@ -194,6 +194,20 @@ def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = Tr
     return Tokenizer.from_str(json.dumps(state))
 
 
+def spaced(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that puts a space before every word of a text in words, where the vocabulary tells words behind a space apart."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(backend.to_str())
+    split = state["pre_tokenizer"] or {}
+    for part in (split, *split.get("pretokenizers", ())):
+        if part.get("type") == "ByteLevel":
+            part["add_prefix_space"] = True
+        elif part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "always"
+    return Tokenizer.from_str(json.dumps(state))
+
+
 def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
     """The end-of-text id. Raises DataError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:

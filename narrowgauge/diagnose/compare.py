@@ -3,14 +3,9 @@
 At step t both runs saw the same batch, so its difficulty cancels in d[t] = run loss - reference loss. What stays is the
 difference between the runs, plus noise.
 
-The noise band: neighbouring d are correlated because two runs drift apart slowly, so scatter / sqrt(n) would be too narrow.
-We cut the values into blocks and use the scatter of the block means (batch means): blocks longer than the correlation are
-independent. We try blocks of 1, 2, 4, ... steps while at least 4 blocks remain, and keep the widest band. Student's t corrects
-for few blocks. Share of 65-value bands that hold the true mean, for values with lag-1 correlation c (4,000 series each):
-
-    c = 0: 98.6 %    c = 0.5: 97 %    c = 0.8: 94 %    c = 0.9: 88 %        33 values: 98, 96, 89, 80 %
-
-The band does not cover another seed, another order of the data, or longer training.
+The mean of d over the last steps has a band (band.py), which is valid for one look at a finished pair. It says what the scatter of
+these steps explains, and no more: one pair of runs with one seed cannot tell the recipe from chance, since two runs in BF16 that
+round differently also drift apart.
 """
 
 from __future__ import annotations
@@ -21,22 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.diagnose.band import Estimate, estimate, moving, spread, window_radius
 from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
 
-MINIMUM_BLOCKS = 4
-MINIMUM_VALUES = 16  # blocks of 1, 2 and 4; below, no band is given
-NORMAL_QUANTILE = statistics.NormalDist().inv_cdf(0.975)  # two-sided 95 %
-
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """The mean of `count` values and half the width of its 95 % band (None if there are too few values)."""
-
-    mean: float
-    half_width: float | None
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +68,10 @@ class Comparison:
 
     @property
     def training_finding(self) -> str:
-        """The end of the paired training losses: 'unknown', 'identical', 'noise', 'higher' or 'lower'."""
+        """The end of the paired training losses, of this pair alone.
+
+        'unknown', 'identical', or where zero lies: 'noise' (within the band of the mean), 'higher' or 'lower' (the mean, zero outside).
+        """
         if self.tail is None or self.tail.half_width is None:
             return "unknown"
         if self.identical:
@@ -108,7 +94,11 @@ class Comparison:
             sentences.append(self._about_validation(self.validation))
         if self.tail is not None:
             sentences.append(
-                "This is one pair of runs with one seed; it does not show how much another seed would change."
+                "This is one pair of runs with one seed: it cannot show how much another seed, or rounding alone, would change."
+            )
+        if self.training_finding in ("noise", "higher", "lower") and not self.unpaired:
+            sentences.append(
+                "The band holds for one look at the end; looked at again and again while a run goes on, it finds differences that are none."
             )
         return " ".join(sentences)
 
@@ -124,19 +114,19 @@ class Comparison:
         if self.identical:
             return f"The training losses of {run} and {reference} are identical at {plural(len(self.steps), 'common step')}."
         places = decimals(tail.half_width or tail.mean)
-        over = f"Over the last {plural(tail.count, 'common step')}"
-        gap = f"they differ by {signed(tail.mean, places)} nats per token on average"
+        gap = (
+            f"Over the last {plural(tail.count, 'common step')} the training loss of {run} minus that of {reference} is "
+            f"{signed(tail.mean, places)} nats per token on average"
+        )
         if tail.half_width is None:
-            return (
-                f"{over}, too few to tell a difference from noise, the training losses of {run} and {reference}: {gap}."
-            )
+            return f"{gap}: too few steps to tell a difference from noise."
         low, high = (signed(tail.mean + side * tail.half_width, places) for side in (-1, 1))
         band = f"95{PERCENT} band from {low} to {high}"
         if self.training_finding == "noise":
-            compared, meaning = "cannot be told from", "which is within the noise"
-        else:
-            compared, meaning = f"is {self.training_finding} than", "more than step-to-step noise explains"
-        return f"{over} the training loss of {run} {compared} that of {reference}: {gap}, {meaning} ({band})."
+            return (
+                f"{gap} ({band}): zero lies within the band, so these steps show no difference, nor that there is none."
+            )
+        return f"{gap} ({band}): zero lies outside the band, so the scatter and drift of these steps do not explain it."
 
     def _about_validation(self, pair: Pair) -> str:
         said = f"At step {count(pair.step)} the validation loss is {loss_value(pair.run)} against {loss_value(pair.reference)}"
@@ -196,42 +186,6 @@ def smooth(curve: Sequence[tuple[int, float]], radius: int, points: int = 600) -
             value = slope * place + intercept
         found.append((step, value))
     return found
-
-
-def spread(total: int, points: int) -> list[int]:
-    """At most `points` of 0 ... total - 1, evenly spaced, both ends included."""
-    if total <= points:
-        return list(range(total))
-    return [round(i * (total - 1) / (points - 1)) for i in range(points)]
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95 % band of a series that may be correlated; the method is at the top of this file."""
-    widths = []
-    length = 1
-    while len(values) >= MINIMUM_VALUES and len(values) // length >= MINIMUM_BLOCKS:
-        first = len(values) % length  # an incomplete block is left out at the older end
-        means = [statistics.fmean(values[i : i + length]) for i in range(first, len(values), length)]
-        widths.append(student_quantile(len(means) - 1) * math.sqrt(statistics.variance(means) / len(means)))
-        length *= 2
-    return Estimate(mean=statistics.fmean(values), half_width=max(widths, default=None), count=len(values))
-
-
-def student_quantile(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t, Abramowitz and Stegun 26.7.5; 0.7 % too small at 3, less above."""
-    z, n = NORMAL_QUANTILE, freedom
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
-
-
-def window_radius(total: int) -> int:
-    """At most an eighth of the run on either side, 16 to 256: a power of two, so that the longest blocks fill the window."""
-    return min(max(1 << int(math.log2(max(total / 8, 1))), MINIMUM_VALUES), 256)
-
-
-def moving(steps: Sequence[int], values: Sequence[float], radius: int, points: int = 300) -> list[tuple[int, Estimate]]:
-    """The estimate in a moving window of `radius` values on either side, shorter at the ends, at up to `points` places."""
-    return [(steps[i], estimate(values[max(i - radius, 0) : i + radius + 1])) for i in spread(len(values), points)]
 
 
 def step_events(events: Sequence[Event]) -> dict[int, Event]:

@@ -19,8 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice", "run", "from", "fingerprint", "changes", "carried",
-    "sentence", "verdict", "then", "why", "direction",
+    "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -30,6 +29,7 @@ SHARE = number(0, 1, finite=False)
 LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
 NOTHING = one_of(None)
 SIZES = either(COUNT, NOTHING, listed(anything))  # of models: unknown in some, one for each layer in others
+JUDGEMENTS = ("guard", "blame")  # of steps that others took the place of: they were made on those
 HISTOGRAM = record({"lowest_exponent": number(-2000, 2000, whole=True), "counts": listed(COUNT)})
 
 STEP = {
@@ -38,13 +38,26 @@ STEP = {
 }  # fmt: skip
 EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
-    "f1": SHARE, "f1_binary": SHARE,
+    "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
+    **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)),
+    **dict.fromkeys(("pearson", "spearman"), number(-1.000001, 1.000001, finite=False)),
 }  # fmt: skip
 EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
 }  # fmt: skip
+ROWS = record({"count": COUNT, "effective": SHARE, "top": SHARE, "norms": HISTOGRAM})
+CHANNELS = record(
+    {
+        "count": COUNT,
+        "largest": SIZE,
+        "outliers": COUNT,
+        "rotated_largest": SIZE,
+        "peaks": HISTOGRAM,
+        "rotated_peaks": HISTOGRAM,
+    }
+)
 LAUNCHES = {
     "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
     **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
@@ -56,8 +69,8 @@ PARENT = {
 
 GUARD = {
     **dict.fromkeys(("difference", "mean", "margin", "scale", "e_worse", "e_within"), number(finite=False)),
-    **dict.fromkeys(("begun", "steps", "checks", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
-    **dict.fromkeys(("wide", "narrow"), LOSS), "control": either(number(finite=False), NOTHING),
+    **dict.fromkeys(("begun", "steps", "checks", "since", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
+    **dict.fromkeys(("wide", "narrow", "loss"), LOSS), "usual": either(LOSS, NOTHING), "control": either(number(finite=False), NOTHING),
     "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
 }  # fmt: skip
 
@@ -65,11 +78,12 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
     "tensor": ({"module": text, "role": text}, TENSOR),
+    "spread": ({"module": text, "role": text}, {"rows": ROWS, "channels": CHANNELS}),
     "launches": ({}, LAUNCHES),
     "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
     "nonfinite": ({"where": text}, {}),
     "blame": (
-        {"suspects": listed(text), "errors": table(table(SIZE))},
+        {"suspects": listed(text), "errors": table(table(listed(anything)))},
         {"recipes": listed(text), "findings": listed(table(anything))},
     ),
     "sample": ({}, {"prompt": text, "text": text}),
@@ -80,6 +94,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "resume": ({}, {"path": text, "skipped": listed(text)}),
     "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
+    "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),  # of a study's folder
 }
 EVENTS = {
     kind: record({"event": text, "step": COUNT, **required}, allowed) for kind, (required, allowed) in _FORMS.items()
@@ -172,7 +187,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
         if kind in ("resume", "rewind"):
-            events = {key: each for key, each in events.items() if each["step"] <= step}
+            stays = JUDGEMENTS if kind == "rewind" else ()
+            events = {key: each for key, each in events.items() if each["step"] <= step or each["event"] in stays}
             reached = step - 1
         elif kind in ("step", "branch"):
             reached = step

@@ -11,13 +11,29 @@ from narrowgauge.diagnose.compare import Comparison
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.report.run_data import Recorded
 
-SCORES = ("accuracy", "mcc", "f1", "f1_binary")  # between -1 and 1, more is better
+SCORES = (  # more is better; between -1 and 1, BLEU and chrF between 0 and 100
+    "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf",
+)  # fmt: skip
 WAYS = {
     "planned": "planned by length, first epoch",
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-NAMES = {"mcc": "MCC", "f1": "F1, mean over classes", "f1_binary": "F1 of the second class"}
+NAMES = {
+    "mcc": "MCC", "f1_binary": "F1 of the second class", "exact_match": "exact match",
+    "pearson": "Pearson’s correlation", "spearman": "Spearman’s correlation",
+    "bleu": "BLEU", "chrf": "chrF",
+}  # fmt: skip
+MEANS = {
+    "classification": "mean over classes",
+    "image-classification": "mean over classes",
+    "question-answering": "words of answers",
+    "tagging": "spans",
+}  # task -> what F1 is of
+UNITS = {  # task -> what the loss is a mean over
+    "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
+    "image-classification": "nats/example", "regression": "squared error",
+}  # fmt: skip
 
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
@@ -89,7 +105,13 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 def unit(recorded: Recorded) -> str:
     """The unit of the loss."""
-    return "nats/example" if recorded.run.get("task") == "classification" else "nats/token"
+    return UNITS.get(recorded.run.get("task", ""), "nats/token")
+
+
+def title(recorded: Recorded, metric: str) -> str:
+    """A score in words."""
+    task = recorded.run.get("task", "")
+    return f"F1, {MEANS[task]}" if metric == "f1" and task in MEANS else NAMES.get(metric, metric)
 
 
 def points(recorded: Recorded, metric: str) -> list[tuple[int, float]]:
@@ -122,7 +144,7 @@ def metric_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
         note = f"at step {count(step)}"
         if kept and kept[0] == metric:
             note += f"; best {kept[2]:.4f} at step {count(kept[1])}, whose weights are kept"
-        yield card(NAMES.get(metric, metric), f"{value:.4f}", "", note)
+        yield card(title(recorded, metric), f"{value:.4f}", "", note)
     yield from padding(recorded)
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge import formats
-from narrowgauge.diagnose.compare import Estimate, Event, smooth, spread
+from narrowgauge.diagnose.band import Estimate, spread
+from narrowgauge.diagnose.compare import Event, smooth
 from narrowgauge.diagnose.format_text import superscript, true_minus
 from narrowgauge.errors import ConfigError
 
@@ -148,7 +149,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
 
 
 def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
-    """The moving mean of the paired difference with its noise band."""
+    """The moving mean of the paired difference with its band."""
     with canvas(1000, 230) as (figure, axes):
         banded = [(step, point) for step, point in curve if point.half_width is not None]
         low, high = ([point.mean + side * (point.half_width or 0.0) for _, point in banded] for side in (-1, 1))
@@ -159,10 +160,9 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
         margin = 0.08 * (max(values) - min(values)) or 0.001
         axes.set_ylim(min(values) - margin, max(values) + margin)
         axes.set_xlim(*step_limits(step for step, _ in curve))
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0"))
+        signed_values(axes)
         label_axes(axes, "training loss minus the reference's, nats per token")
-        return svg(figure, "difference", "Difference of the two training losses with its noise band")
+        return svg(figure, "difference", "Difference of the two training losses with the band of its mean")
 
 
 # --- Tensors against their format ---
@@ -307,6 +307,12 @@ def label_exponents(axis: Any, octaves: float, ticks: int = 9) -> None:
     spacing = next((step for step in (1, 2, 4, 8, 16, 32) if octaves / step <= ticks), 64)
     axis.set_major_locator(MultipleLocator(spacing))
     axis.set_major_formatter(FuncFormatter(lambda value, _: "2" + superscript(round(value))))
+
+
+def signed_values(axes: Axes) -> None:
+    """Labels the vertical axis with differences."""
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0"))
 
 
 def label_axes(axes: Axes, top: str, ticks: int = 9) -> None:

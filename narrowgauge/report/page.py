@@ -23,7 +23,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import cards, figures, tables
+    from narrowgauge.report import cards, figures, guard, spread_table, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -35,16 +35,21 @@ def write(run_folder: Path) -> Path:
     """
     recorded = read(Path(run_folder))
     source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
-        environment.filters[spelled.__name__] = spelled
-    text = environment.from_string(source).render(page(recorded))
+    text = environment().from_string(source).render(page(recorded))
     path = recorded.folder / "report.html"
     # errors="replace": a sample may hold a lone surrogate.
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
+
+
+def environment() -> jinja2.Environment:
+    """What templates of pages have in common: strict, escaped, and the style as a variable."""
+    found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
+        found.filters[spelled.__name__] = spelled
+    style = importlib.resources.files("narrowgauge.report").joinpath("page.css")
+    found.globals["style"] = style.read_text(encoding="utf-8")
+    return found
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
@@ -68,11 +73,13 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "steep_start": figures.steep_start(len(recorded.of("step"))),
         "difference": difference,
         "metric_figure": metric_figure(recorded),
+        "guard": guard.section(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
         "layers": tables.layers(recorded),
         "tensors": tensors,
         "watched": watched,
+        "spreads": spread_table.table(recorded),
         "happenings": tables.happenings(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
         "run_json": json.dumps(without_layers, indent=1, ensure_ascii=False),
@@ -155,7 +162,7 @@ def metric_figure(recorded: Recorded) -> str:
     if not shown:
         return ""
     curves, others = (
-        {cards.NAMES.get(metric, metric): cards.points(each, metric) for metric in shown} if each else {}
+        {cards.title(each, metric): cards.points(each, metric) for metric in shown} if each else {}
         for each in (recorded, recorded.reference)
     )
     return figures.metric_curves(curves, others)

@@ -101,7 +101,7 @@ def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     kinds = set(getattr(config, "layer_types", None) or ())
     sees_all = limits == [None, None] and kinds <= {"full_attention"}
-    masked = "attention_mask" in batch or "position_ids" in batch
+    masked = "attention_mask" in batch or "position_ids" in batch or "input_ids" not in batch
     if masked or not sees_all or config.is_encoder_decoder or config.get_text_config() is not config:
         return False
     if config._attn_implementation != "sdpa":

@@ -8,13 +8,14 @@ do not count (train.stretch), all from the same state on the same batches: the r
 of summation for the noise, and 16 bits in each suspect alone. Everything is put back to the bit; an event `blame` says what was found.
 
     gap        mean loss of the second half of a stretch, less that of 16 bits everywhere
-    hurts      the gap of the recipe is above NOISE times that of the control, and a suspect alone takes its part of half of it away
+    hurts      the gap of the recipe is above NOISE times that of the control (or its numbers end), and a suspect alone takes away half of
+               it, or of several suspects its part of half
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,9 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.conversion import suspended
-from narrowgauge.diagnose.blame import CONFIRMED, Baseline, Blame, Confirmation, observed
+from narrowgauge.diagnose.blame import CONFIRMED, Blame, Confirmation, observed
 from narrowgauge.diagnose.blame.confirm import by_gradient, in_16_bits
-from narrowgauge.diagnose.blame.judge import Finding
-from narrowgauge.diagnose.blame.watch import Key
+from narrowgauge.diagnose.blame.judge import Baseline, Expected, Finding
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.loss import Objective
@@ -45,7 +45,7 @@ def blame_run(
     show: Any = None,
     *,
     steps: int = STEPS,
-    baseline: Baseline | None = None,
+    baseline: Blame | Baseline | None = None,
     confirm: int = CONFIRMED,
     where: str | Path = "host",
 ) -> Blame:
@@ -69,7 +69,7 @@ def blame_run(
     trainer.optimizer.zero_grad()
     healthy = logged_baseline(trainer.log.path, trainer.step) if baseline is None else baseline
     if healthy:
-        found = found.beside(healthy.baseline if isinstance(healthy, Blame) else healthy)
+        found = found.beside(healthy)
     suspects, notes = found.suspects[:confirm], found.notes
     confirmations: list[Confirmation] = []
     if (
@@ -112,34 +112,48 @@ def _next_step(trainer: Any) -> Callable[[], None]:
 def by_stretches(
     trainer: Any, suspects: tuple[Finding, ...], steps: int, where: str | Path = "host"
 ) -> list[Confirmation]:
-    """One for each suspect alone, and one for all of them together if there are several."""
+    """One for each suspect alone; if none of several does it, one for all of them together."""
     taken = partial(stretch, trainer, steps, where=where)
     narrow, wide = taken(_as_it_is), taken(suspended)
     control = taken(suspended, other_order=True)
     level = _level(wide)
     gap, noise = _level(narrow) - level, abs(_level(control) - level)
     numbers = {"steps": float(steps), "wide": level, "gap": gap, "noise": noise}
-    least = max(NOISE * noise, SMALLEST_GAP)
-    words = f"{steps} steps in the recipe end {gap:+.4f} nats from 16 bits (two ways to sum in 16 bits: {noise:.4f})"
-    groups = [(each,) for each in suspects] + ([suspects] if len(suspects) > 1 else [])
-    if narrow.lost:
-        least, words = 0.0, f"in the recipe step {narrow.lost} is not finite"
-    elif not abs(gap) > least:
-        return [Confirmation(tuple(each.name for each in suspects), False, words, numbers)]
-    found = []
-    for group in groups:
+    names = tuple(each.name for each in suspects)
+    if ended := narrow.ended or wide.ended or control.ended:
+        return [Confirmation(names, None, f"its stretches were cut short by {ended}", numbers)]
+    if wide.lost:
+        return [Confirmation(names, None, f"in 16 bits step {wide.lost} is not finite either", numbers)]
+    if not narrow.lost and not abs(gap) > max(NOISE * noise, SMALLEST_GAP):
+        words = (
+            f"{steps} steps in the recipe end {gap:+.4f} nats from 16 bits, and two ways to sum in 16 bits {noise:.4f}"
+        )
+        return [Confirmation(names, False, words, numbers)]
+
+    def alone(group: Sequence[Finding]) -> Confirmation:
         own = taken(partial(in_16_bits, findings=group))
+        if own.ended:
+            return Confirmation(
+                tuple(each.name for each in group), None, f"its stretch was cut short by {own.ended}", numbers
+            )
         left = _level(own) - level
-        back = 1 - abs(left) / abs(gap) if gap else 0.0
-        wanted = COMES_BACK / (len(suspects) if len(group) == 1 else 1)
-        hurts = not own.lost and (bool(narrow.lost) or back >= wanted)
-        which = "it alone" if len(group) == 1 else "them alone"
-        said = f"{words}, with {which} in 16 bits {left:+.4f}" + (
-            "" if narrow.lost else f": {max(back, 0):.0%} of the loss comes back"
-        )
-        found.append(
-            Confirmation(tuple(each.name for each in group), hurts, said, {**numbers, "left": left, "back": back})
-        )
+        back = 1.0 if narrow.lost and not own.lost else 0.0 if own.lost or narrow.lost else 1 - abs(left) / abs(gap)
+        words = f"in {steps} steps with {'it' if len(group) == 1 else 'them'} alone in 16 bits "
+        if narrow.lost:
+            words += (
+                f"step {own.lost} is not finite"
+                if own.lost
+                else f"all are finite; in the recipe step {narrow.lost} is not"
+            )
+        else:
+            words += f"{max(back, 0):.0%} of the loss comes back ({gap:+.4f} to {left:+.4f} nats from 16 bits; noise {noise:.4f})"
+        least = COMES_BACK / (len(suspects) if len(group) == 1 else 1)
+        seen = {**numbers, "left": left, "back": back}
+        return Confirmation(tuple(each.name for each in group), back >= least, words, seen)
+
+    found = [alone((each,)) for each in suspects]
+    if len(suspects) > 1 and not any(each.hurts for each in found):
+        found.append(alone(suspects))
     return found
 
 
@@ -164,11 +178,14 @@ def event(found: Blame) -> dict[str, Any]:
         "findings": told["findings"][: max(len(found.suspects), 1)],
         "confirmations": told["confirmations"],
         "recipes": told["recipes"],
-        "errors": {f"{layer}:{product}": errors for (layer, product), errors in found.baseline.items()},
+        "errors": {
+            f"{layer}:{product}": {role: list(each) for role, each in errors.items()}
+            for (layer, product), errors in found.baseline.items()
+        },
     }
 
 
-def logged_baseline(metrics: Path, step: int) -> Mapping[Key, Mapping[str, float]] | None:
+def logged_baseline(metrics: Path, step: int) -> Baseline | None:
     """The errors that the last `blame` without suspects has logged, at a step before this one; None without one."""
     healthy = [
         each
@@ -178,4 +195,7 @@ def logged_baseline(metrics: Path, step: int) -> Mapping[Key, Mapping[str, float
     if not healthy:
         return None
     named = ((name.rpartition(":"), errors) for name, errors in healthy[-1]["errors"].items())
-    return {(layer, product): errors for (layer, _, product), errors in named}
+    return {
+        (layer, product): {role: Expected(*each) for role, each in errors.items()}
+        for (layer, _, product), errors in named
+    }

@@ -14,39 +14,36 @@ A check whose stretch a switch would cut begins after the switch.
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
-import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge import manifest, storage
+import torch
+
+from narrowgauge import storage
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits
 from narrowgauge.diagnose.format_text import percent, plural, size
+from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.evidence import REFERENCE, WORSE, Verdict
-from narrowgauge.diagnose.guard.fork import NAME, fork_bytes, refuse_room
+from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
-from narrowgauge.diagnose.runs import decode, encode
-from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
+from narrowgauge.diagnose.runs import encode
+from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train.checkpoint import state
+from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
+from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.stretch import Stretch, taken, undone
 from narrowgauge.train.watch import Watch
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
-
-CONTROL_EVERY = 4  # checks
-KEY = "guard"  # of what a checkpoint says of it
 
 
 @dataclass
@@ -55,7 +52,7 @@ class Running:
 
     wide     the steps of the stretch, as the log of a run has them
     lost     the step at which BF16 was not finite; 0: none
-    control  difference of two BF16 stretches, NaN where the second was not finite; None: there was no second
+    control  losses of a second one; None: there was none
     narrow   losses of the run since
     spent_s  in the stretch; trained_s: of the run before it
     """
@@ -63,7 +60,7 @@ class Running:
     begun: int
     wide: list[dict[str, Any]]
     lost: int = 0
-    control: float | None = None
+    control: list[float] | None = None
     narrow: list[float] = field(default_factory=list)
     spent_s: float = 0.0
     trained_s: float = 0.0
@@ -98,7 +95,9 @@ class Guard(Watch):
             try:
                 self._stages(0, self.settings.recipe)
             except ConfigError as error:
-                raise ConfigError(f"guard = {config.guard!r}: then = {self.settings.then!r}: {error}") from None
+                raise ConfigError(
+                    f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'."
+                ) from None
 
     # --- when
 
@@ -126,7 +125,7 @@ class Guard(Watch):
         trainer, steps = self.trainer, self.settings.steps
         if self.running is not None or not self._begins_after(trainer.step):
             return
-        again = len(self.evidence.checks) % CONTROL_EVERY == 0
+        again = wants_control(self.evidence)
         show.say(
             f"step {trainer.step}: guard: {plural(steps, 'step')} in BF16 from here{', twice' if again else ''}{self._duration(again)}"
         )
@@ -144,7 +143,7 @@ class Guard(Watch):
                 self._count(control)
             if control.ended:
                 return
-            running.control = _mean(control.losses, steps) - _mean(wide.losses, steps)
+            running.control = control.losses
         self.running = running
         self._be_wide(False)  # narrow numbers are tried
 
@@ -166,17 +165,19 @@ class Guard(Watch):
         if running is None or not self._ends_after(trainer.step):
             return
         self.running = None
-        wide, narrow = _mean([each["loss"] for each in running.wide], steps), _mean(running.narrow, steps)
-        self.known = verdict = self.evidence.add(narrow - wide, loss=wide, control=running.control)
+        wide = [each["loss"] for each in running.wide]
+        verdict, said = judged(self.evidence, running.begun, steps, running.narrow, wide, running.control)
+        self.known = verdict
         self.verdicts.append(verdict.name)
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # it has the wider recipe already
+        if then and self.verdicts[-2:-1] != [WORSE]:
+            self._blame(show)
         if then and then != WARN:
             self._become(running, show)
         trainer.log.write(
-            "guard", trainer.step, begun=running.begun, steps=steps, wide=wide, narrow=narrow, then=then, lost=running.lost,
-            sentence=verdict.sentence, spent_s=running.spent_s, **verdict.event(),
+            "guard", trainer.step, **{**said, "lost": running.lost}, then=then, spent_s=running.spent_s,
         )  # fmt: skip
         show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
 
@@ -188,6 +189,13 @@ class Guard(Watch):
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         return f" From here on the run has recipe {then}." if then else ""
+
+    def _blame(self, show: Console) -> None:
+        """Which product it is, of the run as it is in narrow numbers."""
+        try:
+            blame_run(self.trainer, show, steps=min(STEPS, self.settings.steps), where=self.where)
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            show.say(f"Which product is to blame was not found: {str(error).splitlines()[0]}")
 
     # --- the reference becomes the run
 
@@ -209,6 +217,7 @@ class Guard(Watch):
             show.say(f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps.")
         else:
             trainer.take_up(found)
+            self.stretch_steps -= len(running.wide)
             if trainer.decision is not None:
                 trainer.decision = trainer.new_decision()
             self._log_reference(running)
@@ -287,21 +296,20 @@ class Guard(Watch):
     # --- words
 
     def announce(self, show: Console) -> None:
-        """What the guard will do and what that takes; raises where there is no room for it."""
-        trainer, settings = self.trainer, self.settings
-        nbytes = fork_bytes(trainer.model, trainer.optimizer)
-        self.where = place_of_copy(nbytes, trainer.folder.path, trainer.ranks)
+        """What the guard will do and what that takes. Raises StorageError where there is no room for it."""
+        nbytes = fork_bytes(self.trainer.model, self.trainer.optimizer)
+        self.where = place_of_copy(nbytes, self.trainer.folder.path, self.trainer.ranks)
         place = "the host's memory" if self.where == "host" else f"{self.where}, since the host has no room"
         kept = ""
-        if settings.keeps_reference:
-            storage.require_space(trainer.folder.path, 1.2 * nbytes, "the end of a stretch of the guard")
+        if self.settings.keeps_reference:
+            storage.require_space(self.trainer.folder.path, 1.2 * nbytes, "the end of a stretch of the guard")
             kept = f", and as much in {self.kept} until the check has ended"
-        config = trainer.config
+        config, settings = self.trainer.config, self.settings
         begins = settings.begins(config.warmup_steps, config.steps)
         show.say(
             f"Guard: {plural(len(begins), 'check')} of {plural(settings.steps, 'step')} in BF16, after step {begins[0]} and every "
-            f"{settings.every}; margin {settings.margin_words()}; then {settings.then}. "
-            f"In a check {size(nbytes)} of state wait in {place}{kept}."
+            f"{settings.every}; margin {settings.margin_words()}; then {settings.then}. In a check {size(nbytes)} of state wait in "
+            f"{place}{kept}."
         )
 
     def last_words(self) -> str:
@@ -314,62 +322,9 @@ class Guard(Watch):
         return f"Guard: {self.known.sentence} {plural(done, 'check')}{said}; {cost}."
 
 
-class Unguarded(Watch):
-    """A run without a guard, which may have had one: the recipe that it was given stays."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self._before: dict[str, Any] = {}
-
-    def prepare(self, facts: Mapping[str, Any]) -> None:
-        known = known_of(facts)
-        if known.get("wide"):
-            raise ConfigError(
-                f"output = {self.trainer.config.output!r}: the guard of this run has put it into BF16 until its next check. Resume with "
-                "--guard as it was, as --guard then=stay with its other keys."
-            )
-        if (switched := known.get("switched")) is not None:
-            step, name = switched
-            recipe = chosen_recipe(self.trainer.config, name)
-            self.trainer.stages = with_stage(
-                self.trainer.stages, self.trainer.model, recipe, step, f"guard: {name}@{step}"
-            )
-            self._before = {KEY: facts[KEY]}
-
-    def facts(self) -> dict[str, Any]:
-        return self._before
-
-
 def watch_of(trainer: Trainer) -> Watch:
     settings = parse(trainer.config.guard)
     return Unguarded(trainer) if settings is None else Guard(trainer, settings)
-
-
-def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a guard wrote into the facts of a checkpoint; {} without one."""
-    if KEY not in facts:
-        return {}
-    with state.unusable(f"{manifest.FACTS}: {KEY}"):
-        return decode(facts[KEY])
-
-
-def place_of_copy(nbytes: int, folder: Path, ranks: Ranks) -> str | Path:
-    """Where a copy of the state waits: "host" or the folder of the run. Raises StorageError where neither has room.
-
-    All ranks of a machine need theirs at once.
-    """
-    total = nbytes * (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks.world > 1 else 1)
-    try:
-        refuse_room(total, "host", NAME)
-    except OutOfMemoryError:
-        refuse_room(total, folder, NAME)
-        return folder
-    return "host"
-
-
-def _mean(losses: list[float], steps: int) -> float:
-    """Over the second half of a stretch of so many steps; NaN if it ended before."""
-    return statistics.fmean(losses[steps // 2 :]) if len(losses) == steps else math.nan
 
 
 def _is_narrow(module: Any) -> bool:

@@ -189,6 +189,7 @@ def _train_and_log(
             run_metadata.announce(trainer, show, is_first)
             if line := of_run.first_line(memory_plan):
                 show.say(line)
+            of_run.refuse_guard(config, memory_plan)
             trainer.watch.announce(show)
             try:
                 reason = trainer.train(show, stop)

@@ -63,6 +63,12 @@ def check_labels(labels: Tensor, classes: int) -> bool:
     return True
 
 
+def whole_logits(output: Any, batch: Batch) -> Tensor:
+    """One row of logits for each label."""
+    logits: Tensor = output.logits
+    return logits
+
+
 @dataclass(frozen=True)
 class Objective:
     """The loss of one model; called with a micro-batch."""
@@ -75,6 +81,9 @@ class Objective:
     head: nn.Linear | None = None
     softcap: float | None = None  # of the logits
     slices: bool = False  # backward computes the logits again, over slices of the vocabulary
+    # Where head is None: what of the model's output, of a batch, its labels are compared with, and the sum of the losses of both.
+    scores: Callable[[Any, Batch], Tensor] = whole_logits
+    criterion: Callable[[Tensor, Tensor], Tensor] = aligned_loss
 
     @classmethod
     def of(cls, model: Any, computes_in: torch.dtype, config: TrainConfig) -> Self:
@@ -101,8 +110,9 @@ class Objective:
     def scored(self, batch: Batch, device: torch.device, *, checked: bool = False) -> tuple[Tensor, Tensor | None]:
         """The loss, and the logits that it was taken of where they are whole."""
         if self.head is None:
-            logits = self.forward(**inputs_of(batch, device, self.options)).logits
-            return aligned_loss(logits, on_device(batch["labels"], device)), logits
+            output = self.forward(**inputs_of(batch, device, self.options))
+            logits = self.scores(output, batch)
+            return self.criterion(logits, on_device(batch["labels"], device)), logits
         # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
         checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
         hidden = _beside(self.forward(**inputs_of(batch, device, self.options)).last_hidden_state, self.head.weight)

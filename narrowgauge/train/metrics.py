@@ -19,8 +19,11 @@ from narrowgauge.errors import ConfigError
 SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
 CURVES = {
     "step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"),
-    "eval": ("loss", "perplexity", "accuracy", "mcc", "f1", "f1_binary"),
-}
+    "eval": (
+        "loss", "perplexity", "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman",
+        "bleu", "chrf",
+    ),
+}  # fmt: skip
 
 
 class MetricsLog:

@@ -151,14 +151,19 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
             return model_class.auto.from_config(sizes, trust_remote_code=False, dtype=torch.float32)
         with quiet():
             model, found = model_class.auto.from_pretrained(
-                where, config=sizes, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                where, config=sizes, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=model_class.new,
             )  # fmt: skip
     except Exception as error:
         raise _cannot_load(where, model_class, error) from error
-    fresh = sorted(name for name in found["missing_keys"] if model_class.new and _is_of_the_head(model, name))
+    absent = {
+        *found["missing_keys"],
+        *(name for name, *_ in found["mismatched_keys"]),
+    }  # of another size: a head of other classes
+    fresh = sorted(name for name in absent if model_class.new and _is_of_the_head(model, name))
     if fresh:
         tell(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.")
-    missing = sorted(set(found["missing_keys"]) - set(fresh))
+    missing = sorted(absent - set(fresh))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(

@@ -48,10 +48,10 @@ def refuse_foreign_code(where: str, sizes: Any) -> None:
     if weights is not None and not PLAIN.fullmatch(str(weights).removesuffix(".index.json")):
         raise _refusal(where, "config.json", f"names the weights {weights!r}, which is no safetensors file beside it")
     for name in {INDEX, *([str(weights)] if str(weights).endswith(".index.json") else [])}:
-        path = _file(where, name)
+        path = file_of(where, name)
         if path is not None:
             _refuse_index(where, name, path)
-    if _file(where, "adapter_config.json") and not _file(where, "adapter_model.safetensors"):
+    if file_of(where, "adapter_config.json") and not file_of(where, "adapter_model.safetensors"):
         raise _refusal(where, "adapter_config.json", "belongs to an adapter without adapter_model.safetensors")
 
 
@@ -65,7 +65,7 @@ def _refuse_index(where: str, name: str, path: Path) -> None:
             raise _refusal(where, name, f"names the weights {file!r}, which is no safetensors file beside it")
 
 
-def _file(where: str, name: str) -> Path | None:
+def file_of(where: str, name: str) -> Path | None:
     """The file of a folder, or of a hub model, downloaded if need be; None if there is none."""
     if Path(where).is_dir():
         path = Path(where) / name

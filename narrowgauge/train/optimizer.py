@@ -33,10 +33,8 @@ def apply_memory_options(
         notes.append(f"What blocks keep for backward is stored as {technique.cast}.")
     if config.checkpointing != "none":
         inputs = probe()
-        with precision.context(inputs["input_ids"].device.type):
-            report = memory.checkpoint(
-                model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
-            )
+        with precision.context(next(iter(inputs.values())).device.type):
+            report = memory.checkpoint(model, config.checkpointing, batch=inputs, loss=lambda output: output[0].sum())
         if config.compile and report.segments:
             memory.compile_blocks(model)  # a segment is repeated block by block
         notes.append(str(report))

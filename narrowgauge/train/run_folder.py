@@ -87,7 +87,7 @@ class RunFolder:
                 storage.make_folder(path)
                 # Closing gives the lock back. The file stays: removing it could remove the lock of the next holder.
                 lock = held.enter_context(open(folder.lock, "ab+", buffering=0))
-                _take(lock, path)
+                hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
                     f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
@@ -111,8 +111,8 @@ class RunFolder:
         storage.replace_file(self.run, encode(facts, indent=1) + "\n")
 
 
-def _take(lock: IO[bytes], path: Path) -> None:
-    """Locks the run folder at `path`, and writes who holds it. BusyError if another process does."""
+def hold(lock: IO[bytes], path: Path) -> None:
+    """Locks the folder at `path`, and writes who holds it. BusyError if another process does."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -7,6 +7,9 @@
     found = stretch(trainer, 100, lambda model: switched(model, "bf16", "layers.1.down_proj", ["grad_weight"]))
                                                    both in one, under another change of the model (`conversion.switching`)
 
+The other order is that of halves of the micro-batches. Where these cannot be had (compiled shapes, stages, steps in backward), or
+would draw other masks of dropout, weights are moved by a last bit instead (`nudge`).
+
 Nothing is logged. A step is the run's own: its batch, its learning rate, its clipping, its loss scale. Put back are weights, optimizer,
 recipes' state, loss scale and generators (`Fork`), the position in the data, what ranks count together, and how many steps were skipped.
 Steps that a GPU was given and the host has not read (`pending`) must be read before.
@@ -19,18 +22,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
 from narrowgauge.diagnose.guard.fork import Fork
+from narrowgauge.diagnose.guard.loop import nudge
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train import launches, step, stepping
@@ -113,13 +118,15 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
     refuse(trainer, steps)
     began_at_s = time.monotonic()
     found, readings = Stretch(trainer.step), list[Tensor]()
-    is_halved = other_order and trainer.stepping is not None
-    with change(trainer.model), _summed_in_halves(trainer) if is_halved else nullcontext():
+    in_halves = other_order and _takes_halves(trainer)
+    if other_order and not in_halves:
+        nudge(trainer.model)
+    with change(trainer.model):
         for number in range(trainer.step + 1, trainer.step + steps + 1):
             if trainer.stop.requested:
                 found.ended = f"a request to stop ({trainer.stop.requested})"
                 break
-            readings.append(_step(trainer, number, other_order, found))
+            readings.append(_step(trainer, number, in_halves, found))
             if len(readings) == MOST or trainer.decision is None or number == found.begun + steps:
                 _read(trainer, readings, found)
             if found.lost:
@@ -130,12 +137,12 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
     return found
 
 
-def _step(trainer: Trainer, number: int, other_order: bool, found: Stretch) -> Tensor:
+def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Tensor:
     """One step; what it says but loss and norm goes to `found`, and the readings of these are returned."""
     trainer.ranks.place = f"step {number} of a stretch that does not count"
     drawn = trainer.feed.draw(trainer.step)
     targets, facts = targets_of_ranks(drawn, number, trainer.stop, trainer.ranks)
-    batches = _in_other_order(trainer, drawn.batches) if other_order else drawn.batches
+    batches = [half for batch in drawn.batches for half in _halves(batch)] if in_halves else drawn.batches
     lr = learning_rate(trainer.config, number)
     launches.set_learning_rate(trainer.optimizer, lr)
     take = trainer.gradient if trainer.stepping is None else partial(_in_backward, trainer)
@@ -191,39 +198,19 @@ def _in_backward(trainer: Trainer, batches: list[Batch], targets: int) -> Tensor
 # Another order of summation
 
 
-def _in_other_order(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
-    """The micro-batches of a step as twice as many, half of one each; stages of a pipeline take as many as ever, in the reverse order."""
-    if trainer.parallel.pipeline is not None:
-        return [{name: each.flip(0) for name, each in batch.items()} for batch in reversed(batches)]
-    if trainer.stepping is not None:  # which counts backward passes: a pass sums both halves
-        return batches
-    return [half for batch in batches for half in _halves(batch, may_cut=not trainer.config.compile)]
+def _takes_halves(trainer: Trainer) -> bool:
+    """Whether a step may have more micro-batches than the run's, and the halves of one draw no masks of dropout that are others'."""
+    may_cut = trainer.parallel.pipeline is None and trainer.stepping is None and not trainer.config.compile
+    return may_cut and not any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules())
 
 
-def _halves(batch: Batch, may_cut: bool) -> list[Batch]:
-    """Rows in two parts; where shapes have to stay, or there is one row, two copies that learn from a half of the targets each."""
+def _halves(batch: Batch) -> list[Batch]:
+    """The rows in two parts; of one row a copy for each half of its targets, which learns from them alone."""
     labels = batch["labels"]
-    middle = len(labels) // 2
-    if may_cut and middle:
+    if middle := len(labels) // 2:
         return [{name: each[part] for name, each in batch.items()} for part in (slice(middle), slice(middle, None))]
     is_first = torch.arange(labels.numel()).view(labels.shape) < labels.numel() // 2
     return [batch | {"labels": labels.where(mask, IGNORED)} for mask in (is_first, ~is_first)]
-
-
-@contextmanager
-def _summed_in_halves(trainer: Trainer) -> Iterator[None]:
-    """Inside the block the loss of a micro-batch is the sum of its halves', in one backward pass."""
-    whole: Any = trainer.objective
-
-    def halved(batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
-        first, second = (whole(half, device, checked=checked) for half in _halves(batch, may_cut=True))
-        return cast(Tensor, first + second)
-
-    trainer.objective = cast(Any, halved)
-    try:
-        yield
-    finally:
-        trainer.objective = whole
 
 
 # What is put back

@@ -1,7 +1,8 @@
-"""Statistics of a few chosen tensors at chosen steps: what the format makes of x, w and gy.
+"""Statistics of tensors at chosen steps: what the format makes of x, w and gy, and how rows and channels differ.
 
-Three Linears are looked at: the first, the middle and the last of the quantized ones. An observer on each sees the operands of
-its products as they are, so nothing is computed twice; only the first micro-batch of the step is counted.
+What a format makes of tensors is told of three Linears, the first, the middle and the last of the quantized ones; how large rows of gy
+and channels of x are, of all of them. An observer on each sees the operands of its products as they are, so nothing is computed twice;
+only the first micro-batch of the step is counted.
 """
 
 from collections.abc import Iterator
@@ -12,43 +13,75 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.diagnose.spreads import channel_spread, row_spread
 from narrowgauge.diagnose.statistics import tensor_statistics
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 from narrowgauge.scaling import times_scale
+from narrowgauge.train.console import Console
+from narrowgauge.train.metrics import MetricsLog
 
 WHERE = {("output", "x"), ("output", "w"), ("grad_input", "gy")}
 
 
-Events = dict[tuple[str, str], dict[str, Any]]  # (module, role) -> a `tensor` event
+Events = dict[tuple[str, str], tuple[str, dict[str, Any]]]  # (module, role) -> the kind of an event, and its fields
+
+
+class NonfiniteAmax:
+    """Logs amax readings that were not finite, once for each more."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], int] = {}
+
+    def report(self, step: int, counts: dict[tuple[str, str], int], log: MetricsLog, show: Console) -> None:
+        """counts: as `narrowgauge.conversion.nonfinite_amax` has them, of all stages."""
+        for (module, role), count in counts.items():
+            if count > self.counts.get((module, role), 0):
+                log.write("nonfinite_amax", step, module=module, role=role, count=count)
+                show.say(
+                    f"step {step}: amax of {role} in {module} was not finite in {count} steps; kept out of its window"
+                )
+        self.counts = counts
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Events]:
-    """Inside the block, operands of the chosen layers are noted."""
+    """Inside the block operands are noted: `tensor` events of the chosen layers, `spread` events of all."""
     events: Events = {}
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
     names = [name for name, each in layers.items() if each.recipe is not None and each.recipe.output != Gemm()]
     chosen = {names[place] for place in (0, len(names) // 2, -1)} if names else set()
     try:
-        for name in chosen:
-            layers[name].observer = partial(_note, events, name)
+        for name in names:
+            layers[name].observer = partial(_note, events, name, layers[name], name in chosen)
         yield events
     finally:
-        for name in chosen:
+        for name in names:
             layers[name].observer = None
 
 
-def _note(events: Events, module: str, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
-    if (module, role) not in events and (gemm, role) in WHERE and isinstance(operand, QTensor):
-        events[module, role] = {"module": module, "role": role, **operand_statistics(original, operand)}
+def _note(
+    events: Events, module: str, layer: QLinear, is_chosen: bool, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor
+) -> None:  # fmt: skip
+    if is_chosen and (module, role) not in events and (gemm, role) in WHERE and isinstance(operand, QTensor):
+        events[module, role] = "tensor", {"module": module, "role": role, **operand_statistics(original, operand)}
+    if (module, f"spread of {role}") in events or role not in ("x", "gy"):
+        return
+    if role == "x" and gemm == "output" and layer.recipe is not None:
+        found: Any = {"channels": dict(channel_spread(original, layer.recipe.output.rotate))}
+    elif role == "gy" and original.shape[1] == layer.weight.shape[0]:  # grad_weight reads it transposed
+        found = {"rows": dict(row_spread(original))}
+    else:
+        return
+    events[module, f"spread of {role}"] = "spread", {"module": module, "role": role, **found}
 
 
 def operand_statistics(original: Tensor, operand: QTensor) -> dict[str, Any]:
-    """A `tensor` event (docs/architecture.md). With many tiles, `scale` is the largest one."""
+    """A `tensor` event (docs/architecture.md). With many tiles, `scale` is the largest one of those that hold more than zeros."""
     format = operand.cast.format
     scales = operand.full_scale()
     spread = times_scale(torch.ones(operand.shape, device=operand.device), scales, operand.cast.tile)
     found = tensor_statistics(original, format.max, format.smallest, spread)
-    return {"format": format.name, "scale": float(scales.max()), **found}
+    present = spread[original != 0]
+    return {"format": format.name, "scale": float((present if present.numel() else scales).max()), **found}

@@ -52,7 +52,8 @@ from narrowgauge.train.pending import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
-from narrowgauge.train.tensor_stats import watched
+from narrowgauge.train.tasks.task import Compute
+from narrowgauge.train.tensor_stats import NonfiniteAmax, watched
 from narrowgauge.train.watch import Watch
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
@@ -80,7 +81,7 @@ class Trainer:
         self.resumed_from = ""
         self.carried: dict[str, Any] = {}  # that a branch's checkpoints say of its parent
         self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
-        self.nonfinite_counts: dict[tuple[str, str], int] = {}
+        self.amax_log = NonfiniteAmax()
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
         self.policy, why = self._policy()  # before the model takes memory
@@ -251,7 +252,7 @@ class Trainer:
             if config.digest_every and self._is_due(config.digest_every):
                 self._compare_ranks()
             if self._is_due(config.log_every):
-                self._report_nonfinite_amax(show)
+                self.amax_log.report(self.step, self.parallel.of_all(nonfinite_amax(self.model)), self.log, show)
             self.watch.after_step(show)
             if self._is_due(config.eval_every):
                 self._evaluate(show)
@@ -333,8 +334,8 @@ class Trainer:
         if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
-            for event in self.parallel.of_all(events).values():
-                self.log.write("tensor", self.step, **event)
+            for kind, fields in self.parallel.of_all(events).values():
+                self.log.write(kind, self.step, **fields)
             return taken
         follows = watches and self.step % config.tensor_every == 0
         if monitor.measures(number) or (follows and monitor.measures(self.step)):
@@ -451,7 +452,9 @@ class Trainer:
         """Takes the step after this one's weights once more to see where it appeared, and raises NumericsError."""
         number = self.step + 1
         self.optimizer.zero_grad()
-        whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
+        whole = replace(
+            self.objective, forward=self.model, options=self.task.options, head=None
+        )  # and uncompiled: all hooks run
 
         pipeline = self.parallel.pipeline
         self.parallel.follows(False)
@@ -474,17 +477,6 @@ class Trainer:
             f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
             "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'."
         )
-
-    def _report_nonfinite_amax(self, show: Console) -> None:
-        """Logs amax readings that were not finite; synchronises."""
-        counts = self.parallel.of_all(nonfinite_amax(self.model))
-        for (module, role), count in counts.items():
-            if count > self.nonfinite_counts.get((module, role), 0):
-                self.log.write("nonfinite_amax", self.step, module=module, role=role, count=count)
-                show.say(
-                    f"step {self.step}: amax of {role} in {module} was not finite in {count} steps; kept out of its window"
-                )
-        self.nonfinite_counts = counts
 
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:
@@ -517,11 +509,11 @@ class Trainer:
         self.model.train(mode)
         self.parallel.whole.train(mode)
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _score(self, batch: Batch, compute: Compute | None = None) -> tuple[Tensor, Tensor | None]:
         if self.parallel.pipeline is not None:
             return self.parallel.pipeline.scored(batch)
         with self.precision.context(self.device.type):
-            return self.parallel(self.objective.scored, batch, self.device)
+            return self.parallel(compute or self.objective.scored, batch, self.device)
 
     def collected(self) -> tuple[store.Tensors, dict[str, Any]]:
         """Tensors and facts of a checkpoint."""

@@ -1,16 +1,16 @@
-"""The comparison of two loss curves: exact where the answer is known, statistical for the noise band's coverage."""
+"""The comparison of two loss curves (exact). The band of the mean is in test_band.py."""
 
 from __future__ import annotations
 
 import math
 import random
-import statistics
 from typing import Any
 
 import pytest
 
 from narrowgauge.diagnose import compare
-from narrowgauge.diagnose.compare import estimate, smooth, student_quantile, window_radius
+from narrowgauge.diagnose.compare import smooth
+from tests.diagnose.test_band import noise
 
 
 def steps(losses: list[float], **keys: Any) -> list[dict[str, Any]]:
@@ -19,16 +19,6 @@ def steps(losses: list[float], **keys: Any) -> list[dict[str, Any]]:
 
 def evaluation(step: int, loss: float) -> dict[str, Any]:
     return {"event": "eval", "step": step, "loss": loss}
-
-
-def noise(seed: int, count: int, correlation: float, size: float = 1.0) -> list[float]:
-    """Gaussian values of which each resembles the one before by `correlation`."""
-    source = random.Random(seed)
-    value, values = source.gauss(0, size), []
-    for _ in range(count):
-        values.append(value)
-        value = correlation * value + math.sqrt(1 - correlation**2) * source.gauss(0, size)
-    return values
 
 
 def compared(gap: float, *, count: int = 300, size: float = 0.01) -> compare.Comparison:
@@ -59,55 +49,40 @@ def test_smoothing_of_a_long_run_keeps_both_ends_and_few_points():
     assert smooth([], 3) == [] and smooth([(0, 2.0)], 3) == [(0, 2.0)]
 
 
-# --- the noise band ---
-
-
-def test_student_quantile_agrees_with_tables():
-    """Abramowitz and Stegun, table 26.10."""
-    table = {3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131, 31: 2.040, 120: 1.980}
-    for freedom, quantile in table.items():
-        assert student_quantile(freedom) == pytest.approx(quantile, rel=0.008)
-
-
-@pytest.mark.parametrize(("correlation", "promised"), [(0.0, 0.986), (0.5, 0.97), (0.8, 0.94), (0.9, 0.88)])
-def test_the_band_covers_the_true_mean_as_often_as_the_module_says(correlation, promised):
-    """1,000 series of 65 values, fixed seeds; four standard errors below the promise are a false alarm in 30,000."""
-    estimates = [estimate(noise(seed, 65, correlation)) for seed in range(1000)]
-    covered = sum(abs(found.mean) <= found.half_width for found in estimates) / 1000
-    assert covered >= promised - 4 * math.sqrt(promised * (1 - promised) / 1000)
-
-
-def test_the_band_is_wider_than_the_naive_one_where_neighbours_resemble_each_other():
-    values = noise(3, 65, 0.9)
-    naive = 2 * math.sqrt(statistics.variance(values) / 65)
-    assert estimate(values).half_width > 2 * naive
-
-
-def test_too_few_values_have_no_band():
-    assert estimate([1.0] * 15).half_width is None
-    assert estimate([1.0] * 16).half_width == 0.0
-
-
-def test_the_longest_blocks_fill_the_window():
-    assert [window_radius(count) for count in (1, 127, 255, 256, 300, 1000, 100_000)] == [16, 16, 16, 32, 32, 64, 256]
-
-
 # --- findings and words ---
 
 
 def test_a_clear_gap_is_found_and_said_with_its_sign():
     above, below = compared(+0.05), compared(-0.05)
     assert (above.finding, below.finding) == ("higher", "lower")
-    assert "narrow is higher than that of wide" in above.verdict and "+0.0" in above.verdict
-    assert "narrow is lower than that of wide" in below.verdict and "−0.0" in below.verdict
+    assert "narrow minus that of wide is +0.0" in above.verdict and "zero lies outside the band" in above.verdict
+    assert "narrow minus that of wide is −0.0" in below.verdict and "zero lies outside the band" in below.verdict
     assert above.tail.count == 65 and abs(above.tail.mean - 0.05) < above.tail.half_width
 
 
 def test_a_gap_within_the_noise_is_not_called_a_difference():
     found = compared(0.0)
     assert found.finding == "noise"
-    assert "cannot be told from" in found.verdict
-    assert not any(word in found.verdict for word in ("higher", "lower", "equal", "same", "no difference"))
+    assert "zero lies within the band" in found.verdict and "nor that there is none" in found.verdict
+
+
+def test_no_verdict_claims_more_than_one_pair_at_one_look_can_show():
+    for found in (compared(0.0), compared(0.05), compared(-0.05), compared(0.1, count=3)):
+        claims = (
+            "higher",
+            "lower",
+            "above",
+            "below",
+            "better",
+            "worse",
+            "equal",
+            "same",
+            "significant",
+            "cannot be told",
+        )
+        assert not any(word in found.verdict for word in claims)
+        banded = found.tail.half_width is not None
+        assert ("one look at the end" in found.verdict) == banded == ("95" in found.verdict)
 
 
 def test_equal_losses_are_called_identical_and_nothing_more():
@@ -124,7 +99,7 @@ def test_every_verdict_says_that_it_is_one_pair():
 def test_few_steps_give_no_verdict_on_the_difference():
     found = compared(0.5, count=3)
     assert found.finding == "unknown" and found.tail.half_width is None
-    assert "too few" in found.verdict and "noise explains" not in found.verdict
+    assert "too few steps" in found.verdict and "band" not in found.verdict
 
 
 def test_nothing_in_common_is_said():
@@ -149,8 +124,7 @@ def test_a_loss_that_is_not_finite_is_named_and_the_steps_before_are_judged_on_t
     found = compare.compare(steps(run), steps(shared), "narrow", "wide")
     assert found.finding == "nonfinite" and found.run_nonfinite == 91 and found.reference_nonfinite is None
     assert found.steps[-1] == 90
-    assert "narrow is not finite at step 91" in found.verdict and "cannot be told from" in found.verdict
-    assert "noise explains" not in found.verdict
+    assert "narrow is not finite at step 91" in found.verdict and "zero lies within the band" in found.verdict
 
 
 def test_the_curve_has_a_point_and_a_band_at_both_ends():

@@ -226,7 +226,7 @@ def test_hostile_names_stay_text(tmp_path):
 def test_without_a_reference_the_page_says_so(tmp_path):
     html = written(write_run(tmp_path / "run", Plan(steps=40, planned=40)))
     assert "No reference was trained alongside" in html and "--compare bf16" in html
-    assert "noise band" not in html
+    assert "band of the mean" not in html
 
 
 def test_a_crashed_run_says_where_it_ended(tmp_path):

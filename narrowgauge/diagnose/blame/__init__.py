@@ -20,25 +20,25 @@ import torch
 from torch import nn
 
 from narrowgauge.diagnose.blame.confirm import by_gradient
-from narrowgauge.diagnose.blame.judge import SMALLEST, found_in
+from narrowgauge.diagnose.blame.judge import SMALLEST, Baseline, found_in
 from narrowgauge.diagnose.blame.measure import Product
 from narrowgauge.diagnose.blame.report import Blame, Confirmation
 from narrowgauge.diagnose.blame.undisturbed import undisturbed
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key, converted, of_all_ranks, watching
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import require_module
 
 __all__ = ["Blame", "Confirmation", "blame", "observed"]
 
 CONFIRMED = 3  # suspects
-Baseline = Blame | Mapping[Key, Mapping[str, float]]
 
 
 def blame(
     model: nn.Module,
     step: Mapping[str, Any] | Callable[[], object],
     *,
-    baseline: Baseline | None = None,
+    baseline: Blame | Baseline | None = None,
     confirm: int = CONFIRMED,
     at_once: int = 0,
 ) -> Blame:
@@ -59,7 +59,7 @@ def blame(
     _refuse(model)
     found = observed(model, compute, at_once=at_once)
     if baseline is not None:
-        found = found.beside(baseline.baseline if isinstance(baseline, Blame) else baseline)
+        found = found.beside(baseline)
     suspects = found.suspects[:confirm]
     if not suspects:
         return found
@@ -88,13 +88,18 @@ def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 
             "calls it."
         )
     recipes = {name: layer.recipe for name, layer in layers}
-    findings = tuple(found_in(products, recipes))
-    return Blame(findings, (), tuple(_notes(products, [name for name, _ in layers])))
+    return Blame(tuple(found_in(products, recipes)), (), tuple(_notes(products, layers)))
 
 
-def _notes(products: Mapping[Key, Product], layers: list[str]) -> list[str]:
+def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -> list[str]:
     notes = []
-    if unseen := [name for name in layers if (name, "output") not in products]:
+    if sampling := [layer.sampling for _, layer in layers if layer.sampling is not None and layer.sampling.active]:
+        most = max(float(each.variance[each.PRODUCTS.index(name)]) for each in sampling for name in each.active)
+        notes.append(
+            f"{len(sampling)} layers sample rows of the gradient, which adds a variance of up to {most:.2g} of its square. That averages "
+            "out over steps and is not counted: products are judged by the rows that they read."
+        )
+    if unseen := [name for name, _ in layers if (name, "output") not in products]:
         notes.append(f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first.")
     for product in OPERANDS:
         narrow = sum(

@@ -21,6 +21,7 @@ from narrowgauge.conversion.products import mixed
 from narrowgauge.diagnose.blame.judge import Finding
 from narrowgauge.diagnose.blame.report import Confirmation
 from narrowgauge.diagnose.blame.undisturbed import undisturbed
+from narrowgauge.diagnose.blame.watch import converted
 from narrowgauge.errors import ConfigError
 from narrowgauge.recipe import Recipe
 from narrowgauge.recipes import BF16
@@ -34,23 +35,22 @@ def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
 
     ConfigError of a weight that is kept as codes alone, which nothing else reads.
     """
-    wider: dict[str, Recipe] = {}
+    layers, wider = dict(converted(model)), dict[str, Recipe]()
+    before = {name: layer.recipe for name, layer in layers.items()}
     for each in findings:
-        layer = model.get_submodule(each.layer)
-        if layer.frozen is not None:
+        if layers[each.layer].frozen is not None:
             raise ConfigError(
                 f"the weight of {each.layer!r} is frozen as codes. Call narrowgauge.memory.thaw(model) first."
             )
-        wider[each.layer] = mixed(wider.get(each.layer, layer.recipe), BF16, (each.product,))
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in wider}
-    before = {name: layer.recipe for name, layer in layers.items()}
+        own: Any = wider.get(each.layer, before[each.layer])
+        wider[each.layer] = mixed(own, BF16, (each.product,))
     try:
-        for name, layer in layers.items():
-            layer.compute_as(wider[name])
+        for name, recipe in wider.items():
+            layers[name].compute_as(recipe)
         yield
     finally:
-        for name, layer in layers.items():
-            layer.compute_as(before[name])
+        for name in wider:
+            layers[name].compute_as(before[name])
 
 
 def by_gradient(model: nn.Module, compute: Callable[[], object], suspects: Sequence[Finding]) -> list[Confirmation]:

@@ -4,35 +4,47 @@
              of a product     the larger of its two operands'
     suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
              not finite       a number that is none
-             operand          times above LIMIT; of integers, and of a window of earlier steps, above LOOSE_LIMIT
+             operand          times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS; but not where it passes the window
+                              of earlier steps by a factor of up to PASSING: gradients of healthy runs do that for a step, and the
+                              window has seen it then
 
 A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
 Errors of operands are compared and not those of results: of a float format the first are alike in all layers of all models (within 1.05),
 while sums that cancel, or rows that repeat, move the second by a factor of up to 7. Those of integers follow from how far the largest
-element stands out, which training moves by a factor of up to 2.3; and a window is passed now and then by a healthy tensor too, for a
-step. Figures in docs/trust.md.
+element stands out: up to 2.9 times the median in healthy models. Figures in docs/trust.md.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.diagnose.blame.measure import Operand, Product
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key
 
 LIMIT = 1.5
-LOOSE_LIMIT = 3.0
+LIMIT_OF_INTEGERS = 4.0
+PASSING = 4.0
 SMALLEST = 4  # layers of a kind
 SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
 
 
+class Expected(NamedTuple):
+    """The error of an operand that is healthy, and whether that was one of integers."""
+
+    error: float
+    is_integer: bool
+
+
+Baseline = Mapping[Key, Mapping[str, Expected]]  # (layer, product) -> role -> what is expected
+
+
 @dataclass(frozen=True)
 class Reading:
-    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows."""
+    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: so is what is expected."""
 
     role: str
     format: str
@@ -41,8 +53,9 @@ class Reading:
     saturated: float
     underflown: float
     lag: float | None
-    is_integer: bool
     is_narrow: bool
+    is_integer: bool
+    among_integers: bool
 
     @property
     def times(self) -> float:
@@ -53,11 +66,24 @@ class Reading:
 
     @property
     def limit(self) -> float:
-        return LOOSE_LIMIT if self.is_integer or self.lag is not None else LIMIT
+        return LIMIT_OF_INTEGERS if self.among_integers else LIMIT
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is larger than its window gives, and not more than a healthy tensor may be for a step."""
+        return self.lag is not None and 1 < self.lag <= PASSING
 
     @property
     def is_suspect(self) -> bool:
-        return self.is_narrow and not self.times <= self.limit
+        return self.is_narrow and not self.is_passing and not self.times <= self.limit
+
+    @property
+    def over(self) -> float:
+        """By which operands are ordered: times over its limit, below 1 for what is no suspect."""
+        if not self.is_narrow:
+            return 0.0
+        over = math.inf if math.isnan(self.times) else self.times / self.limit
+        return min(over, 0.99) if self.is_passing else over
 
 
 @dataclass(frozen=True)
@@ -83,9 +109,7 @@ class Finding:
     @property
     def worse(self) -> Reading:
         """The operand that is further from what is expected."""
-        return max(
-            (self.rhs, self.lhs), key=lambda each: (math.isnan(each.error), each.is_narrow, each.times / each.limit)
-        )
+        return max((self.rhs, self.lhs), key=lambda each: (each.over, each.is_narrow))
 
     @property
     def is_kernel(self) -> bool:
@@ -101,15 +125,10 @@ class Finding:
 
     @property
     def score(self) -> tuple[float, ...]:
-        """By which findings are ordered: what is not a number, kernels that are off, limits that are passed, then times and noise."""
-        worse = self.worse
+        """By which findings are ordered: what is no number, kernels that are off, limits that are passed, then the noise of results."""
         if not self.is_finite:
             return (3.0, 0.0, 0.0)
-        return (
-            (2.0, self.kernel / self.kernel_most, 0.0)
-            if self.is_kernel
-            else (1.0, worse.times / worse.limit, self.noise)
-        )
+        return (2.0, self.kernel / self.kernel_most, 0.0) if self.is_kernel else (1.0, self.worse.over, self.noise)
 
     @property
     def name(self) -> str:
@@ -135,76 +154,66 @@ class Finding:
         return words
 
 
-def found_in(
-    products: Mapping[Key, Product], recipes: Mapping[str, Any], baseline: Mapping[Key, Mapping[str, float]] | None = None
-) -> list[Finding]:  # fmt: skip
-    """The findings, worst first.
-
-    recipes   layer -> its Recipe
-    baseline  errors of operands at a healthy step, `errors_of` of it; a product that it does not know is judged by its kind
-    """
-    medians = _medians(products, recipes)
+def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> list[Finding]:
+    """The findings beside their kinds, worst first. recipes: layer -> its Recipe."""
+    kinds = _kinds(products, recipes)
     found = []
     for (layer, product), seen in products.items():
-        own = (baseline or {}).get((layer, product), {})
-        readings = [
-            _reading(role, operand, own.get(role, _of_kind(medians, product, recipes[layer], role)))
-            for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True)
-        ]
+        readings = []
+        for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
+            gemm = getattr(recipes[layer], product)
+            kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or Expected(0.0, False)
+            readings.append(_reading(role, operand, kind))
         numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
         found.append(Finding(layer, product, recipes[layer].name, seen.shape, *numbers, *readings))
     return sorted(found, key=lambda each: each.score, reverse=True)
 
 
-def errors_of(findings: list[Finding]) -> dict[Key, dict[str, float]]:
-    """(layer, product) -> role -> the error of that operand: the `baseline` of a later step."""
+def errors_of(findings: Iterable[Finding]) -> Baseline:
+    """The `baseline` of a later step."""
     return {
-        (each.layer, each.product): {reading.role: reading.error for reading in (each.lhs, each.rhs)}
+        (each.layer, each.product): {one.role: Expected(one.error, one.is_integer) for one in (each.lhs, each.rhs)}
         for each in findings
     }
 
 
-def judged_by(findings: list[Finding], baseline: Mapping[Key, Mapping[str, float]]) -> list[Finding]:
-    """The same readings beside a healthy step."""
+def judged_by(findings: Iterable[Finding], baseline: Baseline) -> list[Finding]:
+    """The same readings beside a healthy step; products that it does not know, beside their kinds."""
 
     def beside(each: Finding, reading: Reading) -> Reading:
-        own = baseline.get((each.layer, each.product), {})
-        return replace(reading, expected=own.get(reading.role, reading.expected))
+        own = baseline.get((each.layer, each.product), {}).get(reading.role)
+        if own is None:
+            return reading
+        return replace(reading, expected=own[0], among_integers=reading.is_integer and bool(own[1]))
 
     judged = [replace(each, lhs=beside(each, each.lhs), rhs=beside(each, each.rhs)) for each in findings]
     return sorted(judged, key=lambda each: each.score, reverse=True)
 
 
-def _reading(role: str, seen: Operand, expected: float) -> Reading:
+def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
     there = max(seen.nonzero, 1)
     return Reading(
-        role=role, format=seen.format, error=seen.off, expected=expected,
+        role=role, format=seen.format, error=seen.off, expected=expected.error,
         saturated=seen.saturated / there, underflown=seen.underflown / there,
-        lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None,
-        is_integer=seen.is_integer, is_narrow=seen.is_narrow,
+        lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None, is_narrow=seen.is_narrow,
+        is_integer=seen.is_integer, among_integers=seen.is_integer and expected.is_integer,
     )  # fmt: skip
 
 
-_Kind = tuple[str, Any, str]  # product, Gemm or None for all, role
-
-
-def _medians(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[_Kind, float]:
-    members: dict[_Kind, list[float]] = {}
+def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], Expected]:
+    """(product, Gemm or None for all, role) -> the median error of narrow operands of this kind, and whether most are integers."""
+    members: dict[tuple[str, Any, str], list[Operand]] = {}
     for (layer, product), seen in products.items():
         gemm = getattr(recipes[layer], product)
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
             if operand.is_narrow and operand.size > 0 and math.isfinite(operand.off):
-                members.setdefault((product, gemm, role), []).append(operand.off)
-                members.setdefault((product, None, role), []).append(operand.off)
+                members.setdefault((product, gemm, role), []).append(operand)
+                members.setdefault((product, None, role), []).append(operand)
     return {
-        kind: statistics.median(errors) for kind, errors in members.items() if kind[1] is None or len(errors) >= SMALLEST
-    }  # fmt: skip
-
-
-def _of_kind(medians: Mapping[_Kind, float], product: str, recipe: Any, role: str) -> float:
-    """0 where nothing narrow is there to compare with."""
-    gemm = getattr(recipe, product)
-    return medians.get((product, gemm, role), medians.get((product, None, role), 0.0))
+        key: Expected(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
+        for key, own in members.items()
+        if key[1] is None or len(own) >= SMALLEST
+    }
 
 
 def as_numbers(finding: Finding) -> dict[str, Any]:

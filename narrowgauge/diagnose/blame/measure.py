@@ -32,7 +32,7 @@ from narrowgauge.recipe import Window
 from narrowgauge.scaling import times_scale
 
 STRETCH = 2**22  # elements of lhs and of the result that are wide at once
-UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 TENSOR_CORE = 2.0**-13  # Hopper adds FP8 products with 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2)
 PROMOTED = 128  # FP8 products between two sums in float32, where accumulation is not fast
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowgauge.diagnose.blame.judge import Finding, as_numbers, errors_of, from_numbers, judged_by
-from narrowgauge.diagnose.blame.watch import Key
+from narrowgauge.diagnose.blame.judge import Baseline, Finding, as_numbers, errors_of, from_numbers, judged_by
 from narrowgauge.recipe import GEMMS
 
 ROWS = 10  # of the table
@@ -50,13 +49,14 @@ class Blame:
         return tuple(each for each in self.findings if each.is_suspect)
 
     @property
-    def baseline(self) -> dict[Key, dict[str, float]]:
+    def baseline(self) -> Baseline:
         """What a later step is compared with, if this one was healthy."""
-        return errors_of(list(self.findings))
+        return errors_of(self.findings)
 
-    def beside(self, baseline: Mapping[Key, Mapping[str, float]]) -> Blame:
+    def beside(self, baseline: Blame | Baseline) -> Blame:
         """The same step, judged beside a healthy one."""
-        return Blame(tuple(judged_by(list(self.findings), baseline)), (), self.notes, self.step)
+        known = baseline.baseline if isinstance(baseline, Blame) else baseline
+        return Blame(tuple(judged_by(self.findings, known)), (), self.notes, self.step)
 
     @property
     def recipes(self) -> list[str]:

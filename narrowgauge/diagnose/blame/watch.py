@@ -17,6 +17,7 @@ from narrowgauge.diagnose.blame.measure import Product
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
+from narrowgauge.structure import plain_name
 
 # Product -> the roles of its lhs and its rhs.
 OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
@@ -71,6 +72,6 @@ def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
 
 
 def converted(model: nn.Module) -> list[tuple[str, QLinear]]:
-    """The Linears that compute by a recipe now."""
-    layers = ((name, each) for name, each in model.named_modules() if isinstance(each, QLinear))
+    """The Linears that compute by a recipe now, by their names without what wrappers add."""
+    layers = ((plain_name(name), each) for name, each in model.named_modules() if isinstance(each, QLinear))
     return [(name, each) for name, each in layers if each.recipe is not None and not each.is_suspended]

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 BETS = (0.5, 1.0, 2.0)  # in scales: the gaps beyond the margin that each one is made for
 LIMIT = 30.0  # of one check's factor. E = 20 then needs two checks at least
 CEILING = 1000.0
+KEPT = 32
 QUANTILE = 0.1  # of chi squared: the true scale exceeds the one taken in one of ten
 
 
@@ -65,7 +66,7 @@ class Scale:
     neighbouring differences over sqrt(2), which a constant gap leaves alone and a slow drift nearly. Their root mean square is
     taken up to the upper end of its 90 % interval, sqrt(n / chi2(0.1, n)): 8 times for one value, 2.3 times for three. One of
     four values, at most two, counts no more than the next smaller one, and is not counted in chi2's n: so neither a wild check
-    nor the begin of a gap blinds the checks that follow.
+    nor the begin of a gap blinds the checks that follow. Only the last KEPT values count, since noise shrinks as training goes on.
     """
 
     def __init__(self) -> None:
@@ -73,12 +74,20 @@ class Scale:
         self._last: float | None = None
 
     def control(self, difference: float) -> None:
-        self._values.append(abs(difference))
+        self._add(abs(difference))
 
     def difference(self, difference: float) -> None:
         if self._last is not None:
-            self._values.append(abs(difference - self._last) / math.sqrt(2))
+            self._add(abs(difference - self._last) / math.sqrt(2))
         self._last = difference
+
+    def _add(self, value: float) -> None:
+        self._values.append(value)
+        del self._values[:-KEPT]
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
 
     @property
     def value(self) -> float:

@@ -8,11 +8,12 @@ checks give a control as well: the same difference between two BF16 continuation
                lower the loss at first: against "not above", "not below", and "neither above nor below at any check"; E is their mean.
     within     E >= 20 against "above the margin" and against "below minus the margin"; E is the smaller one.
     unknown    neither.
-    reference  the BF16 continuation itself has no finite loss, so nothing can be judged.
+    reference  the BF16 continuation diverges itself: its loss is not finite, or more than twice that of the checks before (their
+               median). Nothing can be judged there, and the check does not count.
 
 The margin is a share of the reference's loss, and at least so many nats: "different" is not yet "worse". The scale of the noise is
-that of controls and of steps between neighbouring differences (bets.py), and never below a part of the margin. The verdict holds at
-every look: a healthy run is called worse in at most 5 % of runs, over all its checks together.
+that of controls and of steps between neighbouring differences (bets.py), and not below a part of the margin, which shrinks as they
+become more. The verdict holds at every look: a healthy run is called worse in at most 5 % of runs, over all its checks together.
 Checks belong after warm-up: while the loss falls steeply, sound recipes lag by more than the margin and catch up later.
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowgauge.diagnose.format_text import count, plural, signed
+from narrowgauge.diagnose.format_text import count, loss_value, plural, signed
 from narrowgauge.diagnose.guard.bets import Money, Scale, factors
 from narrowgauge.errors import ConfigError
 
@@ -33,9 +34,11 @@ WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
 ENOUGH = 20.0  # 1 / 5 %
 MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order of 1e-3
 LEAST_MARGIN = 0.003  # nats
-LEAST_SCALE = 1 / 3  # of the margin, against "within": a gap of twice the margin is found by the third check
-LEAST_SCALE_WITHIN = 1 / 4  # of the margin, against "beyond"
+LEAST_SCALE = 1 / 3  # of the margin, before any noise was seen: a gap of twice the margin is found by the third check
+LEAST_SCALE_WITHIN = 1 / 4  # the same for what is bet on "within"
+WEARS_OFF = 4  # noise values after which both are smaller by sqrt(2)
 FORESIGHT = 100  # checks ahead
+RECENT = 8  # checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +48,6 @@ class Check:
     difference: float
     loss: float
     control: float | None
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.difference) and math.isfinite(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,10 @@ class Verdict:
     checks: int
     difference: float  # of the newest check
     control: float | None  # of the newest check
-    mean: float  # of the differences that are finite; NaN without any
+    loss: float  # the reference's at the newest check
+    usual: float | None  # the reference's median loss over the RECENT checks before, None without two
+    since: int  # the check that `mean` begins with, from 1
+    mean: float  # of the differences that count; NaN without any
     margin: float
     scale: float  # of one check's noise
     e_worse: float
@@ -77,14 +79,20 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words."""
-        mean = f"{signed(self.mean)} nats on average over {plural(self.checks, 'check')}"
+        over = plural(self.checks - self.since + 1, "check")
+        mean = f"{signed(self.mean)} nats on average over {'the last ' if self.since > 1 else ''}{over}"
         margin = f"the margin of {self.margin:.4f} nats"
         if self.name == REFERENCE:
-            return "The loss of the BF16 reference itself is not finite: the cause is not the format alone, and nothing can be judged."
+            was = "" if self.usual is None else f", it was {self.usual:.4f} before"
+            return (
+                f"The BF16 reference itself diverges (loss {loss_value(self.loss)}{was}): the format of this stretch is not the cause, "
+                "and nothing can be judged here."
+            )
         if self.direction == "not finite":
             return "The loss in narrow numbers is not finite, and that of BF16 from the same state is."
         if self.name == WORSE:
-            hint = " Values that saturate can lower it at first." if self.direction == "lower" else ""
+            lower = " A lower loss is a departure too: values that saturate lower it at first, and weights may have grown used to a fault."
+            hint = lower if self.direction == "lower" else ""
             return f"The loss is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:.3g}.{hint}"
         if self.name == WITHIN:
             return f"The loss is within {margin} of that of BF16: {mean}, E = {self.e_within:.3g}."
@@ -120,11 +128,27 @@ class Evidence:
         control     the same difference between two wide continuations that round differently, if this check has one
         NaN and infinity may be passed.
         """
-        check = Check(difference=difference, loss=loss, control=control)
-        self.checks.append(check)
-        if check.finite:
-            self._bets.add(check, self.margin_at(loss))
+        self._take(Check(difference=difference, loss=loss, control=control))
         return self.verdict()
+
+    def _take(self, check: Check) -> None:
+        self.checks.append(check)
+        if self._counts(len(self.checks)):
+            self._bets.add(check, self.margin_at(check.loss))
+
+    def _counts(self, number: int) -> bool:
+        return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
+
+    def _diverged(self, number: int) -> bool:
+        """Whether the reference did, at check `number` from 1."""
+        loss, usual = self.checks[number - 1].loss, self._usual(number)
+        return not math.isfinite(loss) or (usual is not None and loss > 2 * usual > 0)
+
+    def _usual(self, number: int) -> float | None:
+        before = [
+            check.loss for check in self.checks[max(number - 1 - RECENT, 0) : number - 1] if math.isfinite(check.loss)
+        ]
+        return statistics.median(before) if len(before) > 1 else None
 
     def margin_at(self, loss: float) -> float:
         """The margin in nats where the reference has this loss."""
@@ -134,20 +158,24 @@ class Evidence:
         """What is known after the newest check. Raises ConfigError before the first one."""
         if not self.checks:
             raise ConfigError("Evidence: there is no check yet. Call add first.")
-        newest = self.checks[-1]
-        finite = [check.difference for check in self.checks if check.finite]
-        mean = statistics.fmean(finite) if finite else math.nan
+        newest, checks = self.checks[-1], len(self.checks)
         name, direction = self._bets.verdict()
-        if not math.isfinite(newest.loss):
+        since = self._since(name, direction)
+        counted = [self.checks[number - 1].difference for number in range(since, checks + 1) if self._counts(number)]
+        mean = statistics.fmean(counted) if counted else math.nan
+        if self._diverged(checks):
             name, direction = REFERENCE, ""
         elif not math.isfinite(newest.difference):
             name, direction = WORSE, "not finite"
         return Verdict(
             name=name,
             direction=direction,
-            checks=len(self.checks),
+            checks=checks,
             difference=newest.difference,
             control=newest.control,
+            loss=newest.loss,
+            usual=self._usual(checks),
+            since=since,
             mean=mean,
             margin=self.margin_at(newest.loss),
             scale=self._bets.scale_at(self.margin_at(newest.loss)),
@@ -155,6 +183,20 @@ class Evidence:
             e_within=self._bets.e_within,
             more_checks=self._more_checks(newest, mean) if name == UNKNOWN else 0,
         )
+
+    def _since(self, name: str, direction: str) -> int:
+        """The check from which on the checks say most for the verdict; of `unknown` the last RECENT. For words alone."""
+        if name == UNKNOWN:
+            return max(1, len(self.checks) - RECENT + 1)
+        total, best, since = 0.0, -math.inf, 1
+        for number in range(len(self.checks), 0, -1):
+            check = self.checks[number - 1]
+            if self._counts(number):
+                away, margin = check.difference, self.margin_at(check.loss)
+                total += margin - abs(away) if name == WITHIN else (away if direction == "higher" else -away) - margin
+            if total >= best:
+                best, since = total, number
+        return since
 
     def _more_checks(self, newest: Check, mean: float) -> int | None:
         ahead, margin = copy.deepcopy(self._bets), self.margin_at(newest.loss)
@@ -172,7 +214,7 @@ class Evidence:
         """Replaces the checks and judges them again, by the margins of this object."""
         self.checks, self._bets = [], Bets()
         for check in state["checks"]:
-            self.add(**check)
+            self._take(Check(**check))
 
 
 class Bets:
@@ -188,20 +230,20 @@ class Bets:
         """grow=False leaves the scale as it is."""
         if check.control is not None and math.isfinite(check.control):
             self._scale.control(check.control)
-        scale = max(self._scale.value, LEAST_SCALE * margin)
+        scale = self.scale_at(margin)
         above, below = factors((check.difference - margin) / scale), factors((-check.difference - margin) / scale)
         self._above.bet(above)
         self._below.bet(below)
         self._either.bet([(up + down) / 2 for up, down in zip(above, below, strict=True)])
-        scale = max(self._scale.value, LEAST_SCALE_WITHIN * margin)
+        scale = self.scale_at(margin, LEAST_SCALE_WITHIN)
         self._not_above.bet(factors((margin - check.difference) / scale))
         self._not_below.bet(factors((margin + check.difference) / scale))
         self._newest = check.difference
         if grow:
             self._scale.difference(check.difference)
 
-    def scale_at(self, margin: float) -> float:
-        return max(self._scale.value, LEAST_SCALE * margin)
+    def scale_at(self, margin: float, least: float = LEAST_SCALE) -> float:
+        return max(self._scale.value, least * margin / math.sqrt(1 + self._scale.count / WEARS_OFF))
 
     @property
     def e_worse(self) -> float:

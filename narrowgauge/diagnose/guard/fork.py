@@ -60,7 +60,7 @@ class Fork:
 
         optimizer  one of torch's or narrowgauge's, or a list of them
         where      "host", its memory; or a folder on a disk
-        also       what else a step changes: schedulers, averaged models, anything with `state_dict` and `load_state_dict`
+        also       what else a step changes: schedulers, averaged models, torch.Generators, anything with `state_dict` and `load_state_dict`
 
         Raises OutOfMemoryError or StorageError before anything is copied if there is no room, ConfigError for what cannot be put back.
         """
@@ -159,7 +159,9 @@ def _parts(model: nn.Module, optimizer: Any, scaler: Any, also: Iterable[Any]) -
         if (agreement := module.__dict__.get(ATTRIBUTE)) is not None:
             given.append(agreement)
     for each in given:
-        if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
+        if not isinstance(each, torch.Generator) and not (
+            hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+        ):
             raise ConfigError(
                 f"fork: {type(each).__name__} has no state_dict and load_state_dict, by which it could be put back. Leave it out, or "
                 "give it both."
@@ -192,6 +194,9 @@ class _Present:
             return self._of_model(part)
         if isinstance(part, torch.optim.Optimizer):
             return self._of_optimizer(part)
+        if isinstance(part, torch.Generator):
+            states = part.get_state()
+            return lambda: part.set_state(states)
         take_up, again = part.load_state_dict, self._recorded(part.state_dict())
         return lambda: take_up(again())
 
@@ -218,7 +223,9 @@ class _Present:
         norm = self._recorded(getattr(optimizer, "norm_before", None))
 
         def put_back() -> None:
-            state(), groups()
+            for name, again in (("state", state), ("param_groups", groups)):  # `load_state_dict` gives it others
+                if getattr(optimizer, name) is not (held := again()):
+                    setattr(optimizer, name, held)
             if isinstance(optimizer, NarrowOptimizer):
                 optimizer.norm_before = norm()
 
@@ -265,7 +272,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own that it is made of: of a DTensor this rank's part."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):  # not a mesh
+                yield from _plain(inner)
     else:
         yield tensor.detach()
 

@@ -1,241 +1,58 @@
-"""Every setting of a training run, once: its key, type, default, rule and help; and the rules between settings.
+"""Every setting of a training run, once: its key, type, default, rule and help.
 
 TOML keys, command-line flags, `narrowgauge train --help` and RUN/config.toml are all read off `TrainConfig`, so a new
-setting is one entry here. The key `hidden_size` is the flag `--hidden-size`; `layers_recipe` alone is spelled `recipes`
-on both sides, because in a file it is a table. Names of recipes are checked later, by `narrowgauge.recipes`, because this
+setting is one entry here, or in `data_settings`. The key `hidden_size` is the flag `--hidden-size`; `layers_recipe` alone is spelled
+`recipes` on both sides, because in a file it is a table. Names of recipes are checked later, by `narrowgauge.recipes`, because this
 file does without torch, for a quick --help.
 """
 
 import math
-import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose.guard import settings as guard_settings
-from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config import parallel_syntax, recipe_syntax, switch_syntax
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config import parallel_syntax, switch_syntax
+from narrowgauge.train.config.data_checks import task_checks
+from narrowgauge.train.config.data_settings import DataSettings
+from narrowgauge.train.config.rules import (
+    COUNT,
+    COUNT_OR_ZERO,
+    NOT_EMPTY,
+    TABLE,
+    Check,
+    Matching,
+    OneOf,
+    OneOrPair,
+    Problem,
+    Range,
+    is_set,
+    key_of,
+    refuse,
+    setting,
+    shown,
+)  # fmt: skip
+from narrowgauge.train.config.task_names import PICTURES, TASKS, WRITING
 
-TASKS = ("text", "causal-lm", "classification", "seq2seq")
-WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples
-Problem = tuple[tuple[str, ...], str]  # the keys whose values break a rule; the message
-TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
+__all__ = [
+    "FUSED_SAVES", "NO_RECIPE", "TABLE", "TASKS", "WRITING", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_key", "key_of",
+    "replace", "resolved", "shown",
+]  # fmt: skip
 
-
-# Rules of one setting
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`; an open end excludes its bound."""
-
-    low: float
-    high: float
-    open_low: bool = False
-    open_high: bool = False
-
-    def refuse(self, value: float) -> str:
-        """The rule in words if `value` breaks it, else ''."""
-        is_end = (self.open_low and value == self.low) or (self.open_high and value == self.high)
-        return "" if self.low <= value <= self.high and not is_end else str(self)
-
-    def __str__(self) -> str:
-        if not (self.open_low or self.open_high):
-            return f"from {self.low} to {self.high}"
-        low = f"above {self.low}" if self.open_low else f"at least {self.low}"
-        return f"{low} and {'below' if self.open_high else 'at most'} {self.high}"
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """A few names, or numbers."""
-
-    names: tuple[str, ...] | tuple[int, ...]
-
-    def refuse(self, value: str | int) -> str:
-        if value in self.names:
-            return ""
-        near = closest(str(value), map(str, self.names), limit=1) if isinstance(value, str) else ""
-        return f"{self}{f'. Closest: {near}' if near else ''}"
-
-    def __str__(self) -> str:
-        return "one of " + ", ".join(repr(name) for name in self.names)
-
-
-@dataclass(frozen=True)
-class Matching:
-    """Text that matches a regular expression; `description` says which, for messages."""
-
-    pattern: str
-    description: str
-
-    def refuse(self, value: str) -> str:
-        return "" if re.fullmatch(self.pattern, value) else self.description
-
-    def __str__(self) -> str:
-        return self.description
-
-
-@dataclass(frozen=True)
-class OneOrPair:
-    """One of `names`, or two of `parts` as "first/second"."""
-
-    names: tuple[str, ...]
-    parts: tuple[str, ...]
-
-    def refuse(self, value: str) -> str:
-        pair = value.split("/")
-        if value in (*self.names, *self.parts) or (len(pair) == 2 and set(pair) <= set(self.parts)):
-            return ""
-        wrong = next((part for part in pair if part not in self.parts), value)
-        near = closest(wrong, (*self.names, *self.parts), limit=1)
-        return f"{self}{f'. Closest: {near}' if near else ''}"
-
-    def __str__(self) -> str:
-        pair = f"a pair of {', '.join(map(repr, self.parts))}, as '{self.parts[2]}/{self.parts[1]}'"
-        return f"one of {', '.join(map(repr, self.names))}, or {pair}"
-
-
-NOT_EMPTY = Matching(r"(?s).+", "not empty")
-COUNT = Range(1, 2**31 - 1)
-COUNT_OR_ZERO = Range(0, 2**31 - 1)
-Rule = Range | OneOf | OneOrPair | Matching
-
-
-def setting(
-    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = TASKS
-) -> Any:  # fmt: skip
-    """One entry of the table, which means something in these tasks. A mutable default is a type such as `dict`."""
-    metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata, hash=False)
-    return field(default=default, metadata=metadata)
-
-
-def key_of(each: Field[Any]) -> str:
-    """The key of a setting in a file; with dashes, its flag."""
-    return str(each.metadata["key"] or each.name)
-
-
-def refuse(each: Field[Any], value: Any) -> Problem | None:
-    """What is wrong with the value of a setting: its type, or what its rule forbids."""
-    key, rule = key_of(each), each.metadata["rule"]
-    reason = _refuse_type(each.type, value)
-    if not reason and rule and (broken := rule.refuse(value)):
-        reason = f"must be {broken}"
-    return ((key,), f"{key} = {shown(value)}: {reason}.") if reason else None
-
-
-def _refuse_type(kind: Any, value: Any) -> str:
-    """Why `value` is not of type `kind`, or ''. A bool is no number, and a float is no whole number."""
-    if kind is str:
-        return _refuse_text(value)
-    if kind is TABLE:
-        return _refuse_table(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is bool:
-        return "" if isinstance(value, bool) else "must be true or false"
-    if kind is int:
-        return "" if is_number and isinstance(value, int) else "must be a whole number"
-    return "" if is_number and abs(value) <= sys.float_info.max else "must be a finite number"
-
-
-def _refuse_text(value: Any) -> str:
-    if not isinstance(value, str):
-        return "must be text"
-    if "\0" in value:
-        return "must not contain a zero byte"
-    # A flag whose bytes were not UTF-8 has surrogates.
-    return "must be valid Unicode" if re.search("[\ud800-\udfff]", value) else ""
-
-
-def _refuse_table(value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return "must be a table of pattern = recipe"
-    for pattern, recipe in value.items():
-        if isinstance(recipe, Mapping):
-            return f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
-        words = _refuse_text(pattern) or _refuse_text(recipe) or recipe_syntax.refuse(recipe)
-        if words or not pattern or not recipe:
-            return words or "must have no empty pattern or recipe"
-    return ""
-
-
-def shown(value: Any) -> str:
-    """A value as the user wrote it in the file, shortened."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) and abs(value) >= 10**20:
-        return f"{'-' if value < 0 else ''}a number of {int(math.log10(abs(value))) + 1} digits"
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-# The table
-
-BEST = ("", "none", "loss", "accuracy", "mcc", "f1", "f1_binary")  # f1 is the mean over classes
-SCORES = BEST[3:]  # of classes alone
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
 FUSED_SAVES = ("exact", "fp8", "int8")  # of `fuse`, beside those of recipes
 NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
-MODEL, DATA, TASK, PRECISION, TRAINING, RUN = (
-    partial(setting, group) for group in ("model", "data", "task", "precision", "training", "run")
-)
-TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
-    partial(TASK, tasks=tasks) for tasks in (TASKS[1:], ("causal-lm",), ("classification",), ("seq2seq",))
-)
+PRECISION, TRAINING, RUN = (partial(setting, group) for group in ("precision", "training", "run"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(DataSettings):
     """A validated configuration. Vary one with `dataclasses.replace`; ConfigError lists every rule that is broken."""
 
     # fmt: off
-    model: str = MODEL("", "Local folder or hub name of a model; empty: a Llama of the sizes below.")
-    from_scratch: bool = MODEL(False, "With model: take its configuration, but start from random weights.")
-    hidden_size: int = MODEL(320, "Width of the residual stream.", Range(2, 2**20))
-    layers: int = MODEL(6, "Transformer blocks.", Range(1, 4096))
-    heads: int = MODEL(8, "Attention heads.", Range(1, 4096))
-    kv_heads: int = MODEL(0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096))
-    intermediate_size: int = MODEL(0, "Width of the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 64.", Range(0, 2**22))
-    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22), tasks=TASKS[:1])
-
-    data: str = DATA("stdlib", "Text to learn: a file, a folder or a data set's name; stdlib: Python's own sources. With a task: a table.",
-        NOT_EMPTY)
-    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.", tasks=TASKS[:1])
-    tokenizer: str = DATA("", "Folder or hub name of a tokenizer; empty: the model's, or a BPE trained here.")
-    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24), tasks=TASKS[:1])
-    validation_fraction: float = DATA(0.05, "Share of the documents held out for validation.", Range(0, 0.5, open_low=True))
-    cache: str = DATA("", "Folder of tokenized data; empty: `cache` beside the run folder.")
-
-    task: str = TASK("text", "What is learnt: running text, or the examples of a table.", OneOf(TASKS))
-    validation_data: str = TABLES("", "Table to validate on; empty: validation_fraction of the rows of data.")
-    prompt_column: str = CHATS("prompt", "causal-lm: column with the prompt.", NOT_EMPTY)
-    completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
-    messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
-    train_on: str = CHATS("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
-    text_column: str = CLASSES("text", "classification: column with the text.", NOT_EMPTY)
-    pair_column: str = CLASSES("", "classification: column with a second text; empty: none.")
-    label_column: str = CLASSES("label", "classification: column with the class.", NOT_EMPTY)
-    classes: str = CLASSES("", "Names of the classes with commas, or their number; empty: those of the data.")
-    source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
-    target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
-    columns: str = TABLES("", "Names, with commas, of the columns of CSV and TSV without a header row.")
-    max_length: int = TABLES(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
-    too_long: str = TABLES("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
-    no_target: str = TABLES("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
-    token_budget: int = TABLES(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
-    packing: int = CHATS(0, "causal-lm: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO)
-    length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
-    pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
-    epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
-    best: str = TASK("",
-        "Metric whose best checkpoint is kept and exported; empty: loss, mcc of classes, none of text; none: the last is exported.",
-        OneOf(BEST))
-
     recipe: str = PRECISION("fp8-current",
         "Number formats of the matrix products of every Linear; auto: the fastest for each, by a measurement; none: as the "
         "precision has them.", NOT_EMPTY)
@@ -343,26 +160,26 @@ def by_key() -> dict[str, Field[Any]]:
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The same run with the sizes that depend on others written out: kv_heads, intermediate_size, cache."""
-    sizes: dict[str, Any] = {} if config.model else {
-        "kv_heads": config.kv_heads or config.heads,
-        "intermediate_size": config.intermediate_size or math.ceil(8 * config.hidden_size / 3 / 64) * 64,
-    }  # fmt: skip
+    is_vit = config.task in PICTURES
+    usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
+    sizes: dict[str, Any] = {} if config.model else {"intermediate_size": config.intermediate_size or usual}
+    if not config.model and not is_vit:
+        sizes["kv_heads"] = config.kv_heads or config.heads
     return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
 
 
 # Rules between settings, once each value is right by itself
 
-Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it, with spaces; the message
-SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
+SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size")
 
 
 def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
-    """Every rule that is broken."""
+    """Every rule that the configuration breaks."""
     for key, because in _without_effect(config):
         value, reason = shown(getattr(config, key)), shown(getattr(config, because))
         name = key_of(config.__dataclass_fields__[because])
         yield ((key,), f"{key} = {value}: has no effect with {name} = {reason}. Remove one of them.")
-    for broken, keys, message in (*_task_checks(config), *_training_checks(config)):
+    for broken, keys, message in (*task_checks(config), *_training_checks(config)):
         if broken:
             yield (tuple(keys.split()), message)
 
@@ -385,36 +202,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (not config.step_in_backward, "clip_by", "step_in_backward"),
         (config.clip == 0, "clip_by", "clip"),
     ]
-    yield from dict.fromkeys((key, because) for applies, key, because in pairs if applies and _is_set(config, key))
-
-
-def _is_set(config: TrainConfig, name: str) -> bool:
-    return bool(getattr(config, name) != config.__dataclass_fields__[name].default)
-
-
-def _task_checks(c: TrainConfig) -> list[Check]:
-    """Of the model and the data."""
-    is_table = c.task != "text"
-    return [
-        (c.from_scratch and not c.model, "from_scratch",
-         "from_scratch = true: needs model. Without it the Llama always starts from random weights."),
-        # Rotary embeddings turn pairs, so the width of a head is even.
-        (not c.model and c.hidden_size % (2 * c.heads), "hidden_size heads",
-         f"hidden_size = {c.hidden_size}: must be a multiple of 2 * heads = {2 * c.heads}."),
-        (not c.model and c.kv_heads and c.heads % c.kv_heads, "kv_heads heads",
-         f"kv_heads = {c.kv_heads}: must divide heads = {c.heads}."),
-        (c.best in SCORES and c.task != "classification", "best",
-         f"best = {c.best!r}: is measured by classification alone. Take best = 'loss'."),
-        (is_table and not c.model, "task", f"task = {c.task!r}: needs model, a folder or hub name of the model to train."),
-        (is_table and not _is_set(c, "data"), "data task",
-         f"task = {c.task!r}: needs data, a table with examples (JSONL, CSV, TSV or Parquet)."),
-        (is_table and c.max_length == 1, "max_length", "max_length = 1: leaves no token to predict. Set at least 2, or 0."),
-        (is_table and not c.messages_column and _is_set(c, "train_on"), "train_on",
-         f"train_on = {c.train_on!r}: needs messages_column, the column with chats."),
-        (is_table and c.packing % 16, "packing", f"packing = {c.packing}: must be a multiple of 16, as 8-bit products want."),
-        (is_table and c.packing and 0 < c.token_budget < c.packing, "token_budget packing",
-         f"token_budget = {c.token_budget}: holds no row of packing = {c.packing}. Raise it, or shorten rows."),
-    ]  # fmt: skip
+    yield from dict.fromkeys((key, because) for applies, key, because in pairs if applies and is_set(config, key))
 
 
 def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:

@@ -130,9 +130,9 @@ def _on_own_data(saved: SavedRun, model: Any, dtype: str) -> Scores:
     objective = saved.task.objective(model, DTYPES[dtype] if dtype else precision.computes_in)
 
     @torch.no_grad()
-    def score(batch: Any) -> Any:
+    def score(batch: Any, compute: Any = objective.scored) -> Any:
         with precision.context(saved.device.type):
-            return objective.scored(batch, saved.device)
+            return compute(batch, saved.device)
 
     found = saved.task.evaluate(model, partial(readings, score=score, share=(0, 1), ranks=Ranks()))
     values = {name: float(value) for name, value in found.items() if isinstance(value, float)}

@@ -14,14 +14,22 @@ from torch import Tensor
 
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.tasks.task import Read, Score
+from narrowgauge.train.tasks.task import Compute, Read, Score
 
 
 def readings(
-    batches: Iterator[Batch], read: Read, *, score: Score, share: tuple[int, int], ranks: Ranks, knows: bool = True
+    batches: Iterator[Batch],
+    read: Read,
+    compute: Compute | None = None,
+    *,
+    score: Score,
+    share: tuple[int, int],
+    ranks: Ranks,
+    knows: bool = True,
 ) -> list[tuple[float, Any]]:
     """The loss of every batch, and what `read` says of it and its logits; all of them, in order, on every rank.
 
+    compute  in the place of the loss and the logits
     share  (number of this rank, count) among those that read other data
     knows  whether `score` gives this rank the loss: of a model in stages the last one alone has it
 
@@ -32,7 +40,7 @@ def readings(
     losses, own = list[Tensor](), dict[int, Any]()
     for first, some in _turns(batches, count):
         batch = some[number % len(some)]
-        loss, logits = score(batch)
+        loss, logits = score(batch) if compute is None else score(batch, compute)
         if number < len(some) and knows:
             losses.append(loss)
             own[first + number] = read(batch, logits)

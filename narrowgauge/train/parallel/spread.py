@@ -91,7 +91,8 @@ class Parallel:
         if self.mesh is not None and self.layout.data > 1:
             self._shard(model, self.mesh)
         elif self.layout.dp > 1:
-            self.whole = _copies(self.whole, has_spare=bool(config.model))
+            learns_steps = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
+            self.whole = _copies(self.whole, has_spare=bool(config.model) or learns_steps)
         if not config.cuda_graph:
             messages: dict[str, Any] = {}
             if self.layout.data > 1:
@@ -281,7 +282,7 @@ def _own(value: Any) -> Any:
 
 
 def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
-    """has_spare: parameters may take no part in the loss, as those of a pooler that a task does not use."""
+    """has_spare: parameters may take no part in the loss: those of a pooler that a task does not use, learned steps in BF16."""
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     key = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"  # until torch 2.12

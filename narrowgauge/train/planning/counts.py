@@ -19,7 +19,7 @@ from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.planning import cache
+from narrowgauge.train.planning import cache, guard
 from narrowgauge.train.planning.depth import layers_of
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
@@ -40,6 +40,8 @@ class Counts:
 
     def of(self, config: TrainConfig, shape: Shape | None = None) -> Forecast:
         """What a rank of the run needs at most; shape: of a micro-batch, instead of the largest that the settings allow."""
+        if config.guard:
+            return guard.larger(self.of(replace(config, guard=""), shape), self.of(guard.in_bf16(config), shape))
         refuse(config)
         sizes = parallel_syntax.named(config.parallel)
         task, kind = task_of(config)
@@ -84,7 +86,7 @@ def notes_of(source: Source) -> Iterator[str]:
     config = source.config
     if source.shape.note:
         yield source.shape.note
-    if not config.model and not config.tokenizer:
+    if config.task == "text" and not config.model and not config.tokenizer:
         yield f"the vocabulary is taken as {config.vocab_size:,} words; a tokenizer trained on few texts has fewer"
     if config.micro_batches > MOST_MICRO_BATCHES:
         yield f"{MOST_MICRO_BATCHES} of {config.micro_batches} micro-batches are counted, the others are like the second"

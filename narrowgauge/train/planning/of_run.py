@@ -6,11 +6,13 @@ is known of its process alone, interpreter and libraries included; it is planned
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.errors import NarrowgaugeError, OutOfMemoryError
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.timing.cards import CONTEXT
 from narrowgauge.plan.text import gib
@@ -24,20 +26,37 @@ def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str
     """For run.json; {} where nobody asked. Whatever goes wrong in it, the run goes on.
 
     probe  the largest micro-batch of the first step
-    ->     allocated_bytes, allocated_error, reserved_bytes, reserved_error, usable_bytes, peak, counted; or the `reason` why not
+    ->     allocated_bytes, allocated_error, reserved_bytes, reserved_error, usable_bytes, peak, counted, with a guard (whose steps are
+           among them) without_guard_bytes; or the `reason` why not
     """
     if config.plan == "never" or (config.plan == "auto" and device.type != "cuda"):
         return {}
     try:
-        rows, width = probe["input_ids"].shape
-        found = Counts(device_facts(device.type, device.index)).of(config, Shape(rows, width)).as_dict()
+        if "pixel_values" in probe:
+            rows, width = len(probe["labels"]), 1  # whose width the model knows
+        else:
+            *outer, width = probe["input_ids"].shape
+            rows = math.prod(outer)
+        counts, shape = Counts(device_facts(device.type, device.index)), Shape(rows, width)
+        found = counts.of(config, shape).as_dict()
+        alone = {"without_guard_bytes": counts.of(replace(config, guard=""), shape).allocated} if config.guard else {}
     except NarrowgaugeError as error:
         return {"reason": str(error)}
     except Exception as error:  # of torch, transformers or a model: a run that would train must not end here
         return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"}
     keys = ("allocated_bytes", "allocated_error", "reserved_bytes", "reserved_error", "peak", "counted")
     usable = torch.cuda.get_device_properties(device).total_memory - CONTEXT if device.type == "cuda" else 0
-    return {**{key: found[key] for key in keys}, "usable_bytes": usable}
+    return {**{key: found[key] for key in keys}, "usable_bytes": usable, **alone}
+
+
+def refuse_guard(config: TrainConfig, known: dict[str, Any]) -> None:
+    """OutOfMemoryError where the run fits the device, and a step of its guard in BF16 does not."""
+    usable, alone = known.get("usable_bytes", 0), known.get("without_guard_bytes", 0)
+    if usable and alone and alone <= usable < known["allocated_bytes"]:
+        raise OutOfMemoryError(
+            f"guard = {config.guard!r}: a step of a check in BF16 needs {gib(known['allocated_bytes'])} on the device, of which "
+            f"{gib(usable)} can be used; one of the recipe needs {gib(alone)}. Raise micro_batches, or remove guard."
+        )
 
 
 def first_line(known: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
     text                 batch_size / micro_batches rows of sequence_length
     a table              the same rows, or as many as fill the token budget, as wide as its longest example may be
+    pictures             the same rows, as wide as a picture has patches
     packing              rows of so many tokens, each with two documents, and a mask of width by width
 
 The width of a table is max_length, or what the model knows positions for: batches of a real table are narrower.
@@ -9,20 +10,20 @@ The width of a table is max_length, or what the model knows positions for: batch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from narrowgauge import data
 from narrowgauge.data.rows import round_up
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import CAUSAL_LM, ModelClass, own_configuration
+from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import TASKS
-from narrowgauge.train.tasks.classification import CLASSIFIER
-from narrowgauge.train.tasks.tables import TableTask, longest_example
+from narrowgauge.train.tasks.images import ImageTask
+from narrowgauge.train.tasks.reading import longest_example
+from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import TrainTask
 from narrowgauge.train.tasks.writing import TextTask
 
@@ -66,10 +67,11 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
     if config.task == "text":
         return TextTask(config, tokenizer, [], None), CAUSAL_LM  # type: ignore[arg-type]
     kind = TASKS[config.task]
+    if issubclass(kind, ImageTask):
+        images = kind.without_data(config)
+        return images, images.model_class
     assert issubclass(kind, TableTask)
-    if config.task == "classification" and not config.classes:
-        known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
-        config = replace(config, classes=str(max(2, known)))
+    config = kind.planned(config)
     _, model_class = kind.roles(config, tokenizer)
     longest = longest_example(config, model_class, tokenizer)
     nothing: Any = None
@@ -79,7 +81,8 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
 def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
     """Of one of `parts` micro-batches of a step."""
     if not isinstance(task, TableTask):
-        return Shape(-(-config.batch_size // parts), config.sequence_length)
+        width = task.patches if isinstance(task, ImageTask) else config.sequence_length
+        return Shape(-(-config.batch_size // parts), width)
     longest = task.longest
     note = f"as wide as an example may be, {longest or SOMEWHERE} tokens: set max_length to plan for shorter ones"
     if longest is None:
@@ -87,23 +90,23 @@ def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
     if config.packing:
         rows = config.token_budget // config.packing if config.token_budget else config.batch_size
         return Shape(max(1, -(-rows // parts)), config.packing)
-    width = round_up(longest or SOMEWHERE, config.pad_multiple)
+    width, several = round_up(longest or SOMEWHERE, config.pad_multiple), task.rows_per_example
     if not config.token_budget:
-        return Shape(-(-config.batch_size // parts), width, note)
+        return Shape(-(-config.batch_size // parts) * several, width, note)
     width = min(width, config.token_budget)
-    return Shape(max(1, config.token_budget // width // parts), width, note)
+    return Shape(max(1, config.token_budget // width // parts // several) * several, width, note)
 
 
 def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
     """Such a micro-batch before `task.align`, with numbers of no meaning."""
     rows, width = shape.rows, shape.width
-    ids = np.ones(width, dtype=np.int64)
+    if isinstance(task, ImageTask):
+        return task.blank(rows)
     if not isinstance(task, TableTask):
         both = torch.ones(rows, width, dtype=torch.int64)
         return {"input_ids": both, "labels": both.clone()}
-    example: dict[str, Any] = {"input_ids": ids, "labels": ids if config.task != "classification" else 0}
-    collate = data.Collator(pad_id=0, widths=(width,))
+    example, collate = task.blank(width), data.Collator(pad_id=0, widths=(width,))
     if config.packing:
         halves = [{name: part[:size] for name, part in example.items()} for size in (width // 2, width - width // 2)]
         return collate([halves] * rows)
-    return collate([example] * rows)
+    return collate([example] * max(1, rows // task.rows_per_example))

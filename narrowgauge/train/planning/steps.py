@@ -6,6 +6,7 @@ Only the sources differ: a model comes from its configuration, not from its weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,13 +21,12 @@ from narrowgauge.plan import Step
 from narrowgauge.train import step, stepping
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import ModelClass, build, language_model, own_configuration, pretrained
+from narrowgauge.train.model import ModelClass, build, own_configuration, pretrained
 from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.planning.depth import with_layers
 from narrowgauge.train.planning.shapes import Shape, batch_of
-from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import TrainTask
 
 HOST = torch.device("cpu")  # where fake tensors are, whatever they stand for
@@ -48,8 +48,7 @@ class Source:
     def model(self, layers: int) -> Any:
         """In float32, with so many blocks in each stack; 0: as many as it has."""
         if not self.config.model:
-            config = replace(self.config, layers=layers) if layers else self.config
-            return language_model(config, self.task.tokenizer)
+            return replace(self.task, config=replace(self.config, layers=layers) if layers else self.config).model()
         config, kind = replace(self.config, from_scratch=True), self.model_class
         if layers:
             changed = with_layers(own_configuration(config, kind), layers)
@@ -65,9 +64,10 @@ class Source:
         config = replace(self.config, compile=False, cuda_graph=False)
         task = replace(self.task, config=config)
         precision = precisions.get(config.precision)
-        model = build(config, partial(self.model, layers), place, self.shape.tokens, None)
+        with nullcontext() if real else without_values():
+            model = build(config, partial(self.model, layers), place, self.shape.tokens, None)
         batch = {name: value.to(place) if real else torch.zeros_like(value) for name, value in given.items()}
-        batch = task.align(batch, model) if isinstance(task, TableTask) else batch
+        batch = task.align(batch, model)
         _, objective = step.ready(
             config, task, model, precision, place, lambda: batch, on_gpu=place.type == "cuda" or not real
         )
@@ -88,6 +88,16 @@ class Source:
             step.update(optimizer, None, partial(parallel.advance, model))
 
         return Step(model, loss, update, lambda: _states(optimizer), batch, parts)
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """Models of transformers are made without values: some draw until all are within bounds, and fake tensors have none to look at."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # before transformers 5
+        from transformers.modeling_utils import no_init_weights
+    context: AbstractContextManager[Any] = no_init_weights()
+    return context
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -1,11 +1,21 @@
 """What a run can learn, by the name in its configuration: running text, or the examples of a table."""
 
+from narrowgauge.train.tasks.choices import ChoicesTask
 from narrowgauge.train.tasks.classification import ClassificationTask
+from narrowgauge.train.tasks.images import ImageTask
+from narrowgauge.train.tasks.questions import QuestionsTask
+from narrowgauge.train.tasks.regression import RegressionTask
+from narrowgauge.train.tasks.tagging import TaggingTask
 from narrowgauge.train.tasks.task import TrainTask
 from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask, TextTask
 
 __all__ = ["TASKS", "TrainTask"]
 
 TASKS: dict[str, type[TrainTask]] = {
-    task.name: task for task in (TextTask, CausalTask, ClassificationTask, Seq2SeqTask)
-}
+    task.name: task
+    for task in (
+        TextTask, CausalTask, ClassificationTask, Seq2SeqTask,
+        QuestionsTask, TaggingTask, ChoicesTask,
+        RegressionTask, ImageTask,
+    )
+}  # fmt: skip

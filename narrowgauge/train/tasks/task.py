@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,9 +18,22 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents or rows
-Score = Callable[[Batch], tuple[Tensor, Tensor | None]]  # `Objective.scored` of a batch, in the run's precision
+Compute = Callable[[Batch, torch.device], tuple[Tensor, Tensor | None]]  # a loss, and what is read beside it
 Read = Callable[[Batch, Tensor | None], Any]  # what a task wants to know of a batch and its logits, on the host
-Readings = Callable[[Iterator[Batch], Read], list[tuple[float, Any]]]  # the loss of each batch and what was read of it
+
+
+class Score(Protocol):
+    """`compute` of a batch in the run's precision, inside a forward pass of the model; without one `Objective.scored`."""
+
+    def __call__(self, batch: Batch, compute: Compute = ...) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Readings(Protocol):
+    """The loss of each batch and what was read of it."""
+
+    def __call__(
+        self, batches: Iterator[Batch], read: Read, compute: Compute | None = None
+    ) -> list[tuple[float, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,10 @@ class TrainTask(ABC):
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
         return Objective.of(model, computes_in, self.config)
+
+    def align(self, batch: Batch, model: Any) -> Batch:
+        """The collator's batch with labels where the logits are that they are compared with, as the model takes it."""
+        return batch
 
     @abstractmethod
     def feed(self, model: Any) -> Feed:

@@ -10,6 +10,7 @@ Samples come from a generator of their own: sampling changes nothing in the run.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,8 +25,10 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, SEQ2SEQ, ModelClass, language_model
-from narrowgauge.train.tasks.tables import TableFeed, TableTask
-from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, StepBatch, TrainTask
+from narrowgauge.train.tasks.feed import TableFeed
+from narrowgauge.train.tasks.tables import TableTask
+from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Readings, StepBatch, TrainTask
+from narrowgauge.train.tasks.translation import Translation
 
 TEMPERATURE = 0.8
 TOP_K = 40
@@ -156,7 +159,33 @@ class Seq2SeqTask(TableTask):
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
-        return data.Seq2Seq(source=config.source_column, target=config.target_column), SEQ2SEQ
+        columns = data.Seq2Seq(
+            source=config.source_column, target=config.target_column, keeps_text=config.translate > 0
+        )
+        return columns, SEQ2SEQ
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        task = super().prepare(config)
+        if task.translation is not None:
+            task.notes.append(task.translation.note(config.eval_wide))
+            task.known["translation"] = task.translation.facts()
+        return task
+
+    @cached_property
+    def translation(self) -> Translation | None:
+        """What evaluations translate, if they do."""
+        if not self.config.translate:
+            return None
+        rows = max(map(len, self.evaluated_places))
+        return Translation.of(self.config, self.validation, self.tokenizer, rows, self.longest)
+
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
+        found = super().evaluate(model, readings)
+        if self.translation is None:
+            return found
+        pad_id, multiple = data.pad_id_of(self.tokenizer), self.config.pad_multiple
+        return found | self.translation.scores(model, readings, pad_id, multiple)
 
     def model(self) -> Any:
         model = super().model()

@@ -72,11 +72,14 @@ def test_a_gap_that_begins_late_is_found_three_checks_later():
     verdicts = judged([0.0002] * 15 + [0.03] * 3)
     assert first(verdicts, WITHIN) < 15
     assert first(verdicts, WORSE) in (17, 18)
+    last = verdicts[-1]
+    assert (last.since, last.mean) == (16, pytest.approx(0.03)) and "over the last 3 checks" in last.sentence
 
 
 def test_a_gap_that_was_mended_is_forgotten():
     verdicts = judged([0.03] * 3 + [0.0002] * 8)
     assert verdicts[2].name == WORSE and verdicts[-1].name == WITHIN
+    assert verdicts[-1].since == 4 and verdicts[-1].mean == pytest.approx(0.0002)
 
 
 def test_the_margin_is_a_share_of_the_loss_and_at_least_its_nats():
@@ -100,6 +103,21 @@ def test_a_reference_that_diverges_is_said_to_be_so():
         verdict = evidence.add(difference, loss=loss)
         assert verdict.name == REFERENCE and "BF16 reference itself" in verdict.sentence
     assert math.isnan(verdict.mean) and verdict.e_worse == 1
+
+
+def test_a_reference_whose_loss_doubles_diverges_and_its_check_does_not_count():
+    evidence = Evidence()
+    for loss in (2.0, 1.9, 1.8):
+        assert evidence.add(0.0, loss=loss).name != REFERENCE
+    before = evidence.verdict()
+    verdict = evidence.add(0.8, loss=4.0)
+    assert verdict.name == REFERENCE and verdict.usual == 1.9
+    assert "diverges (loss 4.0000, it was 1.9000 before)" in verdict.sentence
+    assert (verdict.e_worse, verdict.e_within, verdict.mean) == (before.e_worse, before.e_within, before.mean)
+    assert evidence.add(0.0, loss=1.8).name == before.name
+    for _ in range(8):
+        verdict = evidence.add(0.0, loss=4.0)
+    assert verdict.name == WITHIN, "a new level of the loss becomes the usual one"
 
 
 def test_a_control_that_is_not_finite_counts_for_nothing():

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import names
+from narrowgauge.train.config.rules import Range
 from narrowgauge.train.config.settings import (
     FUSED_SAVES,
-    SCORES,
     TABLE,
     OneOf,
     OneOrPair,
-    Range,
     TrainConfig,
     by_key,
     key_of,
     resolved,
 )
+from narrowgauge.train.config.task_names import METRICS
 
 FIELDS = dataclasses.fields(TrainConfig)
 KEYS = sorted(by_key())
@@ -270,7 +270,7 @@ def settle_the_task(drawn: dict) -> None:
     for each in FIELDS:
         if drawn["task"] not in each.metadata["tasks"]:
             del drawn[each.name]
-    drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
+    drawn["best"] = drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
         "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
@@ -284,7 +284,20 @@ def settle_the_task(drawn: dict) -> None:
         drawn["token_budget"] = drawn["token_budget"] and max(16, drawn["token_budget"])
     if drawn["task"] != "text":
         drawn |= {"model": drawn["model"] or "m", "data": drawn["data"] + ".csv"}
-        drawn["max_length"] = max(2, drawn["max_length"])
+        if drawn["task"] == "question-answering":
+            drawn |= {name: drawn[name] or "c" for name in ("question_column", "context_column")}
+        drawn |= {"max_length": max(2, drawn["max_length"])} if "max_length" in drawn else {}
+
+
+def settle_answers_tags_and_choices(drawn: dict) -> None:
+    if drawn["task"] in ("question-answering", "multiple-choice"):
+        drawn |= {name: drawn[name] or "c" for name in ("question_column", "context_column")}
+    if drawn["task"] == "question-answering":
+        drawn["too_long"] = "skip"
+    if drawn["task"] == "tagging":
+        drawn["classes"] = "" if drawn["classes"].strip().isdecimal() else drawn["classes"]
+        for key in ("tokens_column", "tags_column") if drawn["spans_column"] else ("text_column",):
+            del drawn[key]
 
 
 @st.composite
@@ -292,7 +305,9 @@ def configurations(draw) -> TrainConfig:
     """Any valid configuration: values drawn at large, and those that depend on each other made to agree."""
     drawn = {each.name: draw(values(each)) for each in FIELDS}
     settle_the_task(drawn)
+    settle_answers_tags_and_choices(drawn)
     drawn.setdefault("batch_size", 16)
+    drawn["guard"] = ""  # checks of its own: diagnose/guard/settings.py
     drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
     drawn["switch"] = drawn["switch"] if drawn.get("steps", 2) > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
@@ -319,10 +334,10 @@ def configurations(draw) -> TrainConfig:
         drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
-    if drawn["tokenizer"]:
+    if drawn.get("tokenizer"):
         drawn.pop("vocab_size", None)
     if drawn["model"]:
-        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
+        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size"):
             drawn.pop(size, None)
     else:
         drawn["kv_heads"] = draw(st.sampled_from([0, 1, drawn["heads"]]))

@@ -80,6 +80,12 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
     ("classes", {"task": "classification", "model": bert, "data": "nowhere.csv", "classes": "3", "precision": "fp32"}),
     (
+        "answers",
+        {"task": "question-answering", "model": bert, "data": "nowhere.json", "stride": 16, "precision": "fp32"},
+    ),
+    ("tags", {"task": "tagging", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"}),
+    ("choices", {"task": "multiple-choice", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"}),
+    (
         "pairs",
         {
             "task": "seq2seq",
@@ -103,7 +109,7 @@ def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path):
     planned = second_step(Counts(cpu_facts(), full=True).whole(source(config)))
     real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
     # Of classes a mask is counted, which transformers leaves out where it sees that nothing is padded: 11 KiB of 11 MiB.
-    assert planned == pytest.approx(real, rel=2e-3 if name == "classes" else 1e-3)
+    assert planned == pytest.approx(real, rel=2e-3 if made.get("model") and name != "pairs" else 1e-3)
     assert not (tmp_path / "never").exists()
 
 
@@ -242,7 +248,7 @@ def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
     assert of_run.last_line(gpu, known["allocated_bytes"], torch.device("cuda")).endswith("+0.0 %.")
     broken = of_run.planned(settings(plan="always", recipe="auto"), CPU, batch)
     assert "Plan a recipe by its name" in of_run.first_line(broken) and of_run.last_line(broken, 1, CPU) == ""
-    strange = of_run.planned(settings(plan="always"), CPU, {"input_ids": torch.zeros(4)})
+    strange = of_run.planned(settings(plan="always"), CPU, {"input_ids": torch.zeros(())})
     assert "ValueError" in of_run.first_line(strange)
 
 

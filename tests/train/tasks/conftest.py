@@ -20,13 +20,18 @@ def offline(monkeypatch):
 def place(tmp_path_factory):
     """A folder with models and tables."""
     folder = tmp_path_factory.mktemp("tasks")
-    for build in (folders.bert, folders.llama, folders.t5, folders.marian):
+    for build in (folders.bert, folders.llama, folders.t5, folders.marian, folders.vit):
         build(folder / build.__name__)
     folders.classes_csv(folder / "classes.csv")
     folders.prompts(folder / "prompts.jsonl")
     folders.chats(folder / "chats.jsonl")
     folders.pairs(folder / "pairs.jsonl")
+    folders.pictures(folder / "pictures")
+    folders.scores(folder / "scores.jsonl")
     folders.two_texts(folder / "two-texts.jsonl")
+    folders.questions(folder / "questions.jsonl", unanswerable=5)
+    folders.tagged(folder / "tagged.jsonl")
+    folders.choices(folder / "choices.jsonl")
     return folder
 
 
@@ -46,7 +51,21 @@ def jobs(place):
             "task": "causal-lm", "model": place / "llama", "data": place / "chats.jsonl", "messages_column": "messages",
             "token_budget": 256,
         },
+        "regression": {
+            "task": "regression", "model": place / "bert", "data": place / "scores.jsonl", "label_column": "score,green",
+        },
+        "pictures": {"task": "image-classification", "model": place / "vit", "data": place / "pictures"},
         "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
+        "questions": {
+            "task": "question-answering", "model": place / "bert", "data": place / "questions.jsonl", "max_length": 24, "stride": 6,
+            "batch_size": 12,
+        },
+        "tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl"},
+        "packed tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl", "packing": 64, "batch_size": 2},
+        "choices": {"task": "multiple-choice", "model": place / "bert", "data": place / "choices.jsonl"},
+        "translated": {
+            "task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl", "translate": 9, "bleu_words": "none",
+        },
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
     }  # fmt: skip
 

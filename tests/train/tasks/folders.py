@@ -7,7 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     BertConfig,
@@ -19,9 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.task_names import WRITING
 
 COLOURS = ["red", "green", "blue", "grey"]
 THINGS = ["tile", "scale", "code", "amax", "row"]
@@ -162,11 +167,109 @@ def two_texts(path: Path, count: int = 60) -> Path:
     return jsonl(path, [{"text": text, "other": found[0], "label": row % 3} for row, text in enumerate(found)])
 
 
+def scores(path: Path, count: int = 60) -> Path:
+    """Two numbers: whether 'red' stands in a text, in halves and with what 'green' adds; and 'green' alone."""
+    rows = [
+        {"text": text, "score": 1.5 * ("red" in text) + 0.5 * ("green" in text), "green": str(int("green" in text))}
+        for text in texts(count)
+    ]
+    return jsonl(path, rows)
+
+
+def vit(folder: Path, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_labels": 5,
+    }  # fmt: skip
+    ViTForImageClassification(ViTConfig(**{**sizes, **changes})).save_pretrained(folder)
+    known = {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}, "resample": 3,
+             "image_mean": [0.4, 0.5, 0.6], "image_std": [0.25, 0.25, 0.25]}  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(known), encoding="utf-8")
+    return folder
+
+
+def pictures(folder: Path, count: int = 60) -> Path:
+    """Noise of 10 x 12 pixels in which one of three channels is louder, by the name of its folder."""
+    draw = np.random.default_rng(0)
+    for place in range(count):
+        pixels = draw.integers(0, 120, (12, 10, 3))
+        pixels[..., place % 3] += 100
+        path = folder / ("red", "green", "blue")[place % 3] / f"{place}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    return folder
+
+
+def asked(text: str, draw: random.Random) -> dict[str, Any]:
+    """A question on a sentence, whose answer is the colour of the one thing that it names."""
+    pairs = text[4:].split(" and the ")
+    one = draw.choice(pairs)
+    thing = one.split()[1]
+    known = [pair for pair in pairs if pair.endswith(thing)]
+    start = text.index(known[0])
+    return {
+        "question": f"which {thing} ?", "context": text,
+        "answers": {"text": [known[0].split()[0]], "answer_start": [start]},
+    }  # fmt: skip
+
+
+def questions(path: Path, count: int = 60, unanswerable: int = 0) -> Path:
+    """Colours of things; every so many-th question is on a thing that the text does not name."""
+    draw = random.Random(1)
+    rows = [asked(text, draw) for text in texts(count)]
+    for row in rows[:: unanswerable or count + 1]:
+        row["question"], row["answers"] = "which stone ?", {"text": [], "answer_start": []}
+    return jsonl(path, rows)
+
+
+def first_things(path: Path, count: int) -> Path:
+    """The colour that a sentence begins with; every fourth question is on a stone, which is nowhere."""
+    rows = []
+    for place, text in enumerate(texts(count)):
+        answers = [] if place % 4 == 0 else [{"text": text.split()[1], "answer_start": 4}]
+        rows.append({"question": "row" if answers else "tile", "context": text, "answers": answers})
+    return jsonl(path, rows)
+
+
+def tagged(path: Path, count: int = 60) -> Path:
+    """A colour and its thing are a span, and so are "and" and the "the" behind it; the first "the" is outside."""
+    marks = {**dict.fromkeys(COLOURS, "B-hue"), **dict.fromkeys(THINGS, "I-hue"), "and": "B-join", "the": "I-join"}
+    rows = []
+    for text in texts(count):
+        _, *words = text.split()
+        rows.append({"tokens": ["the", *words], "tags": ["O", *(marks[word] for word in words)]})
+    return jsonl(path, rows)
+
+
+def choices(path: Path, count: int = 60) -> Path:
+    """Which of two to four colours the text begins with."""
+    draw, rows = random.Random(2), []
+    for text in texts(count):
+        right = text.split()[1]
+        others = draw.sample([colour for colour in COLOURS if colour != right], draw.randint(1, 3))
+        shown = draw.sample([right, *others], len(others) + 1)
+        rows.append({"context": text, "question": "the first is", "choices": shown, "label": shown.index(right)})
+    return jsonl(path, rows)
+
+
+def red_ones(path: Path, count: int) -> Path:
+    """Which of two to four sentences has "red" in it; the others do not."""
+    draw, rows = random.Random(3), []
+    warm, cold = ([text for text in texts(1000) if ("red" in text) == has] for has in (True, False))
+    for _ in range(count):
+        shown = draw.sample(cold, draw.randint(1, 3))
+        label = draw.randint(0, len(shown))
+        shown.insert(label, draw.choice(warm))
+        rows.append({"context": draw.choice(cold), "question": "", "choices": shown, "label": label})
+    return jsonl(path, rows)
+
+
 def settings(output: Path, **changes: Any) -> TrainConfig:
     values = {**SMALL, "cache": str(output.parent / "cache"), "output": str(output), **changes}
     for key in ("token_budget", "epochs", "validation_data"):
         if changes.get(key):
             values.pop({"token_budget": "batch_size", "epochs": "steps"}.get(key, "validation_fraction"), None)
-    if values["task"] == "classification":
+    if values["task"] not in WRITING:
         values.pop("sample_tokens")
     return TrainConfig(**{key: str(value) if isinstance(value, Path) else value for key, value in values.items()})

@@ -263,7 +263,7 @@ def test_a_table_without_a_header_row(make, tmp_path):
 
 def test_copies_of_a_row_are_on_one_side_and_new_rows_move_none(make, tmp_path, place):
     from narrowgauge import data
-    from narrowgauge.train.tasks.tables import split_rows
+    from narrowgauge.train.tasks.reading import split_rows
 
     tokenizer = data.load(place / "llama")
 

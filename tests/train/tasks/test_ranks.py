@@ -13,7 +13,21 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.test_torchrun import trained
 
-JOBS = ["classification", "chat", "t5", "pairs of a decoder", "completion", "packed", "marian"]
+JOBS = [
+    "classification",
+    "chat",
+    "t5",
+    "pairs of a decoder",
+    "completion",
+    "packed",
+    "marian",
+    "questions",
+    "tags",
+    "choices",
+    "regression",
+    "pictures",
+    "translated",
+]
 
 
 LAYOUTS = [
@@ -43,7 +57,23 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
     assert ranks(2)(trained, config) == [0, 0]
     first, second = Path(config.output), Path(reference.output)
     for kind in ("step", "eval"):
-        keys = {"loss", "grad_norm", "tokens", "positions", "inputs", "examples", "mcc", "accuracy", "perplexity"}
+        keys = {
+            "loss",
+            "grad_norm",
+            "tokens",
+            "positions",
+            "inputs",
+            "examples",
+            "mcc",
+            "accuracy",
+            "perplexity",
+            "f1",
+            "exact_match",
+            "pearson",
+            "spearman",
+            "bleu",
+            "chrf",
+        }
         ours, theirs = (
             [{key: event[key] for key in keys & event.keys()} for event in tiny.events(folder, kind)]
             for folder in (first, second)

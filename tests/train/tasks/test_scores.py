@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from narrowgauge.train.tasks.classification import Confusion
+from narrowgauge.train.tasks.confusion import Confusion
 from narrowgauge.train.tasks.tables import perplexity
 
 

@@ -1,0 +1,52 @@
+"""`narrowgauge blame RUN [--at STEP]`: which product of which layer is inaccurate, and whether that hurts."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import place
+from narrowgauge.train.place import Place
+
+
+def _flag(words: str) -> Parameter:
+    return Parameter(help=words, show_default=True, negative=())
+
+
+def blame(
+    run: Path,
+    /,
+    *,
+    at: Annotated[int, _flag("Step whose checkpoint is looked at; 0: the newest.")] = 0,
+    steps: Annotated[int, _flag("Steps of a stretch that confirms a suspect; 0: by the gradient of one step.")] = 50,
+    baseline: Annotated[int, _flag("Step of a healthy checkpoint to compare with; 0: others of the kind.")] = 0,
+    device: Annotated[str, _flag("cpu, cuda or cuda:N; empty: as the run had it.")] = "",
+    json: Annotated[bool, _flag("Print the answer as JSON.")] = False,
+) -> int:
+    """Say which matrix products of a run are inaccurate, confirm it, and print the line that computes them in 16 bits.
+
+    Reads a checkpoint of the run and the batches that follow it. Nothing is written, and the run may not be training meanwhile.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    """
+    if min(at, steps, baseline) < 0:
+        raise ConfigError(f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.")
+    place.settings_of(run)  # before torch is imported
+    from narrowgauge.train.blame_checkpoint import blame_checkpoint
+    from narrowgauge.train.console import tell
+
+    healthy = None
+    if baseline:
+        tell(f"Looking for a healthy step at the checkpoint of step {baseline} ...")
+        healthy = blame_checkpoint(Place(run, baseline), device, confirm=0)
+    tell("Looking at one step and, of suspects, at stretches of steps ...")
+    found = blame_checkpoint(Place(run, at or None), device, steps=steps, baseline=healthy)
+    print(json_format.dumps(found.as_dict(), indent=2) if json else found)
+    return 0

@@ -1,0 +1,90 @@
+"""`narrowgauge study FILE --seeds 5 --recipes bf16,fp8-current`: several recipes and seeds of one run, and what holds of each recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from narrowgauge.cli.train import FILE, flag, signature_of
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.settings import TrainConfig, key_of
+
+STUDY = Group("study", sort_key=0)
+MOST = 1000  # seeds
+OF_STUDY = (
+    "recipe",
+    "layers_recipe",
+    "seed",
+    "parallel",
+    "output",
+    "resume",
+    "compare",
+)  # settings that are its own business
+
+
+def _flag(words: str) -> Parameter:
+    return Parameter(help=words, group=STUDY, show_default=False)
+
+
+def study(
+    config: Annotated[str, FILE] = "",
+    *,
+    recipes: Annotated[str, _flag("Recipes, with commas; the first is the reference. [bf16,fp8-current]")] = "bf16,fp8-current",
+    seeds: Annotated[str, _flag("How many seeds, from 0 on; or the seeds, with commas. [5]")] = "5",
+    margin: Annotated[str, _flag("Difference that does not matter, as 0.25% or 0.003. [0.25% of a loss, 0.01 of a score]")] = "",
+    metric: Annotated[str, _flag("What is judged, at the last evaluation. [what chooses the best weights, or the loss]")] = "",
+    parallel: Annotated[str, _flag("Runs at a time; auto: as cores, memory and GPUs allow. [auto]")] = "auto",
+    output: Annotated[str, _flag("Folder of the study. [runs/study]")] = "runs/study",
+    **given: Any,
+) -> int:  # fmt: skip
+    """Train several recipes with several seeds each, and say of each recipe whether it ends where the first one ends.
+
+    Every run is one of `narrowgauge train` with a folder of its own. The same command goes on where it was stopped or killed.
+    Flags override the file; its own recipe and seed do not count.
+    """
+    from narrowgauge.train.study import plan, runner
+
+    keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
+    from_file = toml.read(Path(config)) if config else {}
+    left_out = {key_of(TrainConfig.__dataclass_fields__[name]) for name in OF_STUDY if name != "layers_recipe"}
+    shared = {key: entry for key, entry in from_file.items() if key not in left_out or key in ("parallel", "compare")}
+    settings = toml.build(shared, {key: (value, flag(key)) for key, value in keys.items()})
+    asked = plan.Study(
+        config=settings, recipes=_names(recipes), seeds=_seeds(seeds), output=Path(output), metric=metric, margin=margin,
+        parallel=_parallel(parallel),
+    )  # fmt: skip
+    return runner.run(asked).exit_code
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """'5' is 0 to 4; '0,3' are these two."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
+        raise ConfigError(f"seeds = {text!r}: are no whole numbers. Write their number, as 5, or the seeds, as 0,1,2.")
+    if len(words) > 1:
+        return tuple(map(int, words))
+    count = int(words[0])
+    if not 2 <= count <= MOST:
+        raise ConfigError(
+            f"seeds = {text!r}: a spread takes two seeds at least, and {MOST:,} at most. Write their number, as 5."
+        )
+    return tuple(range(count))
+
+
+def _parallel(text: str) -> int:
+    if text == "auto":
+        return 0
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise ConfigError(f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.")
+    return int(text)
+
+
+study.__signature__ = signature_of(study, without=OF_STUDY)  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""Pictures with a class, read in order and strictly: from a folder of class folders, or from a table.
+
+    photos/tabby/1.jpg, photos/tiger/7.png      the class is the name of the folder; folders below it are its own
+    train.parquet, train.jsonl, train.csv       a column with bytes, or with paths from the table's folder; and one with the class
+
+A picture that cannot be decoded is an error with its path or row. Formats that need another program (EPS) are not read. Of several
+frames the first counts, and a picture is turned as its camera says (EXIF).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from narrowgauge.data.sources import below, files_of, records
+from narrowgauge.data.tables import JSON_TYPES, Record
+from narrowgauge.data.text import readable, reason, shown
+from narrowgauge.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"})
+WIDE_MODES = ("I", "F")  # Pillow's modes of more than 8 bits begin so; its conversion to 8 bits clips them
+
+
+class Picture(NamedTuple):
+    """A picture that is not read yet, and the row with its class."""
+
+    source: Path | bytes
+    row: Record
+
+    def raw(self) -> bytes:
+        """The bytes of its file."""
+        if isinstance(self.source, bytes):
+            return self.source
+        if not self.source.is_file():
+            raise DataError(f"{self.row.origin}: there is no picture {shown(self.source)}. Correct the path.")
+        with readable(self.source):
+            return self.source.read_bytes()
+
+
+def pictures(
+    source: str | os.PathLike[str], image: str, label: str, *, header: Sequence[str] | None = None
+) -> Iterator[Picture]:
+    """The pictures of a folder, or of a table with these columns, always in one order. None of them is opened.
+
+    Raises DataError for files that are no pictures, classes without any, and rows that name none.
+    """
+    name = os.fspath(source)
+    if Path(name).is_dir():
+        if header is not None:
+            raise ConfigError(f"{shown(name)}: header is for CSV and TSV files alone. Leave it out.")
+        yield from _of_folder(Path(name), image, label)
+        return
+    for path in files_of(name):
+        for row in records(path, [image, label], header=header):
+            yield Picture(_source_of(row, image, path.parent), row)
+
+
+def _of_folder(folder: Path, image: str, label: str) -> Iterator[Picture]:
+    files = below(folder, lambda name: name.startswith("."))
+    found = set[str]()
+    for path in files:
+        first, *rest = path.relative_to(folder).parts
+        if path.suffix.lower() not in SUFFIXES:
+            if rest:
+                raise DataError(
+                    f"{shown(path)}: no picture by its name. Remove it; pictures end in {', '.join(sorted(SUFFIXES))}."
+                )
+            continue
+        if not rest:
+            raise DataError(
+                f"{shown(path)}: a picture beside the folders of classes is of no class. Move it into one of them."
+            )
+        found.add(first)
+        yield Picture(path, Record({image: path, label: first}, shown(path)))
+    with readable(folder, "listed"):
+        classes = {each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")}
+    if empty := sorted(classes - found):
+        raise DataError(f"{shown(folder / empty[0])}: this class has no picture. Add some, or remove the folder.")
+
+
+def _source_of(row: Record, column: str, folder: Path) -> Path | bytes:
+    """Bytes as they are, a path from the table's folder, or what data sets of the Hub hold: both in a dictionary."""
+    value: Any = row.values[column]
+    if isinstance(value, dict) and {"bytes", "path"} & set(value):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and value:
+        return value
+    if isinstance(value, str) and value:
+        return folder / value
+    held = f"{'' if value else 'empty '}{JSON_TYPES.get(type(value), type(value).__name__)}"
+    raise DataError(
+        f"{row.origin}: column {column!r} holds {held}, neither the path nor the bytes of a picture. Correct the row, or name another "
+        "image_column."
+    )
+
+
+def decoded(raw: bytes, origin: str, channels: int) -> tuple[Image, bool]:
+    """The picture in 8 bits, RGB for three channels and grey for one; and whether it was transparent, which is dropped."""
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged EXIF data, which change no pixel
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image: Any = Image.open(BytesIO(raw), formats=FORMATS)
+            image.load()
+            mode = image.mode
+            turned = ImageOps.exif_transpose(image)
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise DataError(f"{origin}: {reason(error)} Make the picture smaller, or remove it.") from None
+    except Exception as error:  # Pillow's plugins raise whatever they stumble over
+        raise DataError(
+            f"{origin}: cannot be decoded as a picture ({', '.join(FORMATS)}): {reason(error)}. Write it again, or remove it."
+        ) from None
+    if mode.startswith(WIDE_MODES):
+        raise DataError(
+            f"{origin}: its pixels have more than 8 bits (mode {mode}), which a conversion would clip. Save it in 8 bits."
+        )
+    is_transparent = mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    return turned.convert("RGB" if channels == 3 else "L"), is_transparent

@@ -1,0 +1,184 @@
+"""What is done to a picture before a model sees it: resized, cropped, and each channel normalised.
+
+    pixels   uint8 [height, width, channels]                             once, by Pillow; `apply`
+    values   (pixels x rescale - mean[c]) / deviation[c], float32         for each batch; `values`
+
+The settings are those of `preprocessor_config.json` in a model's folder, as transformers' processors mean them. What this file does
+not do (padding, thumbnails, tiles) is refused. Source: transformers' Pillow processors, which a test compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.data.cache import Values
+from narrowgauge.data.text import readable, shown
+from narrowgauge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FILE = "preprocessor_config.json"
+BILINEAR = 2  # Pillow's number of it
+RESAMPLES = range(6)  # Pillow's, from nearest to hamming
+WHOLE_BELOW = 384  # ConvNeXt resizes to the whole crop from there on
+STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """Sizes in pixels, and numbers for each channel.
+
+    height, width    of what the model sees
+    resize           (height, width), or the shorter edge, or None: pictures are of that size already
+    mean, deviation  one number for each channel, after `rescale`
+    """
+
+    height: int
+    width: int
+    resize: tuple[int, int] | int | None
+    resample: int = BILINEAR
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    @classmethod
+    def plain(cls, size: int, channels: int) -> Self:
+        """Resized to size x size, values from -1 to 1: what ViT was trained with."""
+        half = (0.5,) * channels
+        return cls(height=size, width=size, resize=(size, size), mean=half, deviation=half)
+
+    @classmethod
+    def of_file(cls, path: Path, channels: int) -> Self:
+        """As a `preprocessor_config.json` says. ConfigError for steps that are not known here."""
+        try:
+            with readable(path):
+                known = json.loads(path.read_bytes())
+            return cls.of(known, channels)
+        except (ConfigError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"{shown(path)}: {why}. Correct it, or remove it and set image_size: pictures are then resized to it, with values from "
+                "-1 to 1."
+            ) from None
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], channels: int) -> Self:
+        unknown = [key for key, value in known.items() if key.startswith("do_") and value and key not in STEPS]
+        if unknown:
+            raise ConfigError(f"asks for {', '.join(unknown)}, which is not done here")
+        resize: tuple[int, int] | int | None = None
+        crop: tuple[int, int] | None = None
+        if known.get("do_resize", True):
+            resize = _edges(known["size"])
+        if known.get("do_center_crop", False):
+            crop = _pair(_edges(known["crop_size"]))
+        if isinstance(resize, int) and known.get("crop_pct") is not None:
+            whole = (resize, resize)
+            crop, resize = whole, int(resize / known["crop_pct"]) if resize < WHOLE_BELOW else whole
+        seen = crop if crop is not None else resize
+        if not isinstance(seen, tuple):
+            raise ConfigError(f"size {known.get('size')} leaves pictures of different sizes; a model reads one")
+        if crop is not None and resize is not None and min(_pair(resize)) < max(crop) and _pair(resize) != crop:
+            raise ConfigError(f"crops {crop} from pictures resized to {resize}, which may be smaller")
+        normalizes = known.get("do_normalize", True)
+        found = cls(
+            height=seen[0], width=seen[1], resize=resize, resample=int(known.get("resample", BILINEAR)),
+            rescale=float(known.get("rescale_factor", 1 / 255)) if known.get("do_rescale", True) else 1.0,
+            mean=_of_channels(known["image_mean"], channels) if normalizes else (0.0,) * channels,
+            deviation=_of_channels(known["image_std"], channels) if normalizes else (1.0,) * channels,
+        )  # fmt: skip
+        if found.resample not in RESAMPLES or not all(found.deviation):
+            raise ConfigError(f"resample {found.resample} or image_std {list(found.deviation)} cannot be used")
+        return found
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one picture as it is kept."""
+        return self.height * self.width * self.channels
+
+    def apply(self, image: Image, origin: str) -> Values:
+        """[height, width, channels] uint8 of a picture in 8 bits."""
+        if self.resize is not None:
+            height, width = self.resize if isinstance(self.resize, tuple) else _shorter_edge(image, self.resize)
+            if (width, height) != image.size:
+                image = image.resize((width, height), resample=self.resample)
+        left, top = (image.size[0] - self.width) // 2, (image.size[1] - self.height) // 2
+        if left < 0 or top < 0:
+            raise ConfigError(
+                f"{origin}: {image.size[0]} x {image.size[1]} pixels, fewer than the {self.width} x {self.height} that are cut out of "
+                "its middle. Give the model's preprocessor_config.json do_resize, or remove it and set image_size."
+            )
+        if (self.width, self.height) != image.size:
+            image = image.crop((left, top, left + self.width, top + self.height))
+        return np.asarray(image, dtype=np.uint8).reshape(self.height, self.width, self.channels)
+
+    def values(self, pixels: Values) -> Tensor:
+        """[pictures, channels, height, width] float32 of [pictures, height, width, channels] uint8."""
+        mean = np.asarray(self.mean, np.float32)
+        deviation = np.asarray(self.deviation, np.float32)
+        found = (pixels.astype(np.float32) * np.float32(self.rescale) - mean) / deviation
+        return torch.from_numpy(np.ascontiguousarray(found.transpose(0, 3, 1, 2)))
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides the pixels and values, as JSON."""
+        known: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return known
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes what transformers reads to do the same, beside an exported model."""
+        resize, seen = self.resize, {"height": self.height, "width": self.width}
+        size = (
+            {"shortest_edge": resize}
+            if isinstance(resize, int)
+            else dict(zip(seen, resize or seen.values(), strict=True))
+        )
+        crops = size != seen
+        known = {
+            "image_processor_type": "CLIPImageProcessor" if crops else "ViTImageProcessor",
+            "do_resize": resize is not None, "size": size, "do_center_crop": crops, "crop_size": seen,
+            "resample": self.resample, "do_rescale": True, "rescale_factor": self.rescale, "do_normalize": True,
+            "image_mean": list(self.mean), "image_std": list(self.deviation),
+        }  # fmt: skip
+        Path(folder, FILE).write_text(json.dumps(known, indent=2), encoding="utf-8")
+
+
+def _edges(size: Any) -> tuple[int, int] | int:
+    """(height, width), or the shorter edge alone. A number is a square, as older files have it."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        size = {"height": size, "width": size}
+    edges = [size[key] for key in (("shortest_edge",) if "shortest_edge" in size else ("height", "width"))]
+    if any(isinstance(edge, bool) or not isinstance(edge, int) or edge < 1 for edge in edges):
+        raise ConfigError(f"size {size} is no number of pixels")
+    return edges[0] if len(edges) == 1 else (edges[0], edges[1])
+
+
+def _pair(size: tuple[int, int] | int) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _of_channels(numbers: Any, channels: int) -> tuple[float, ...]:
+    found = tuple(map(float, numbers if isinstance(numbers, list | tuple) else [numbers] * channels))
+    if len(found) != channels:
+        raise ConfigError(f"has numbers for {len(found)} channels, and the model reads {channels}")
+    return found
+
+
+def _shorter_edge(image: Image, edge: int) -> tuple[int, int]:
+    """(height, width) with this shorter edge and the same shape."""
+    width, height = image.size
+    short, long = sorted((width, height))
+    other = int(edge * long / short)
+    return (edge, other) if height <= width else (other, edge)

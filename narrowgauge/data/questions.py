@@ -1,0 +1,160 @@
+"""Questions whose answers stand in a context (SQuAD): windows over long contexts, and the tokens where an answer begins and ends.
+
+    [CLS] question [SEP] context, tokens 0 ... n - 1        [SEP]
+    [CLS] question [SEP] context, from token n - stride on  [SEP]   ...
+
+Labels are the positions of the first and the last token of the first answer. A window that does not hold it whole, and every window of
+a question without an answer, has the position of the classifier's token (cls, else bos, else 0) twice.
+
+An answer is a text and the character where it begins. `answers` is a list of {"text", "answer_start"} or an object with a list of
+each, as Hugging Face tables have it, in CSV as JSON. SQuAD's own files (.json) are read by `squad`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from narrowgauge.data.cache import Values, token_dtype
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.stored import GROUP, GROUPS, group_of
+from narrowgauge.data.tables import Record
+from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
+from narrowgauge.errors import ConfigError, DataError
+
+Answer = tuple[str, int]  # a text, and the character of the context where it begins
+TEXT = (
+    "text"  # array: of the first window of a question the context and all answers, as JSON in UTF-8; of others nothing
+)
+OFFSETS = "offsets"  # array: start and end character of every token in the context, -1 elsewhere
+KNOWN = "known"  # array: how many answers a question has
+FORM = "a list of objects with 'text' and 'answer_start', or an object with a list of each"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions(Task):
+    """Columns with a question, its context and the answers that stand there; none if it has no answer.
+
+    stride  tokens of the context that neighbouring windows share
+    """
+
+    question: str = "question"
+    context: str = "context"
+    answers: str = "answers"
+    stride: int = 128
+    kind: ClassVar[Kind] = "question-answering"
+    windows: ClassVar[bool] = True
+    aside: ClassVar[frozenset[str]] = frozenset((TEXT, OFFSETS, KNOWN, GROUP))
+
+    def __post_init__(self) -> None:
+        if self.stride < 0:
+            raise ConfigError(f"Questions: stride {self.stride}. Pass 0 or more tokens.")
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.question, self.context, self.answers]
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        return {
+            "input_ids": token_dtype(encoder.vocabulary - 1), "token_type_ids": np.dtype("u1"), "labels": np.dtype("<u4"),
+            OFFSETS: np.dtype("<i4"), TEXT: np.dtype("u1"), KNOWN: np.dtype("<u4"), GROUP: GROUPS,
+        }  # fmt: skip
+
+    @staticmethod
+    def item(arrays: Item) -> Item:
+        first, last = arrays["labels"].tolist()
+        return arrays | {"labels": (first, last)}
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[list[Encoded]]:
+        answers = [self.answers_of(row) for row in rows]
+        pairs = [(row.text(self.question).strip(), row.text(self.context)) for row in rows]
+        found = encoder.windows(pairs, max_length=max_length, stride=self.stride)
+        for row, pair, known, windows in zip(rows, pairs, answers, found, strict=True):
+            encoder.check_start(windows[0]["input_ids"], row.origin)
+            yield list(_encoded(pair[1], known, windows, encoder))
+
+    def answers_of(self, row: Record) -> list[Answer]:
+        """Raises DataError unless every answer stands in the context where it is said to."""
+        question, context = row.text(self.question), row.text(self.context)
+        for column, text in ((self.question, question), (self.context, context)):
+            if not text.strip():
+                raise DataError(f"{row.origin}: column {column!r} is empty. Correct the row, or remove it.")
+        found = list(_pairs(row.values[self.answers], f"{row.origin}: column {self.answers!r}"))
+        for text, start in found:
+            there = context[start : start + len(text)] if start >= 0 else ""
+            if there != text:
+                raise DataError(
+                    f"{row.origin}: the answer {text!r} does not stand at character {start} of the context, where {there!r} is. "
+                    "Count characters (Unicode code points) from 0, and correct the row."
+                )
+            if not text.strip():
+                raise DataError(
+                    f"{row.origin}: an answer is empty. A question without an answer has an empty list in column {self.answers!r}."
+                )
+        return found
+
+
+def _pairs(value: Any, where: str) -> Iterator[Answer]:
+    """The answers as (text, start) in any of the forms."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise DataError(f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.") from None
+    if isinstance(value, dict):
+        lists = value.get("text"), value.get("answer_start")
+        if not all(isinstance(each, list) for each in lists) or len(lists[0]) != len(lists[1]):  # type: ignore[arg-type]
+            raise DataError(
+                f"{where} holds an object without equally long lists 'text' and 'answer_start'. Write {FORM}."
+            )
+        value = [{"text": text, "answer_start": start} for text, start in zip(*lists, strict=True)]  # type: ignore[arg-type]
+    if not isinstance(value, list):
+        raise DataError(f"{where} holds {value!r:.60}. Write {FORM}.")
+    for each in value:
+        text, start = (each.get(key) if isinstance(each, dict) else None for key in ("text", "answer_start"))
+        if not isinstance(text, str) or not isinstance(start, int) or isinstance(start, bool):
+            raise DataError(f"{where} holds the answer {each!r:.60}. Write {FORM}, texts and whole numbers.")
+        yield text, start
+
+
+def _encoded(
+    context: str, answers: list[Answer], windows: list[dict[str, Values]], encoder: Encoder
+) -> Iterator[Encoded]:
+    text = np.frombuffer(json.dumps({"context": context, "answers": [each for each, _ in answers]}).encode(), np.uint8)
+    group = group_of(context)
+    for number, window in enumerate(windows):
+        yield {
+            "input_ids": window["input_ids"], "token_type_ids": window["token_type_ids"],
+            "labels": np.array(_labels(answers[0] if answers else None, window, encoder)),
+            OFFSETS: window["offsets"].reshape(-1), TEXT: text if number == 0 else text[:0],
+            KNOWN: np.array([len(answers)]), GROUP: group,
+        }  # fmt: skip
+
+
+def _labels(answer: Answer | None, window: dict[str, Values], encoder: Encoder) -> tuple[int, int]:
+    """Positions of the first and last token that hold the answer, where the window holds it whole."""
+    offsets = window["offsets"]
+    inside = np.flatnonzero(offsets[:, 0] >= 0)
+    nowhere = nowhere_of(window["input_ids"], encoder.tokenizer)
+    if answer is None or not len(inside):
+        return nowhere, nowhere
+    starts, ends = offsets[inside].T
+    first, end = answer[1], answer[1] + len(answer[0])
+    if starts[0] > first or ends[-1] < end:
+        return nowhere, nowhere
+    begins = np.searchsorted(starts, first, side="right") - 1
+    return int(inside[begins]), int(inside[max(begins, np.searchsorted(ends, end, side="left"))])
+
+
+def nowhere_of(ids: Values, tokenizer: Any) -> int:
+    """The position that stands for no answer: of the classifier's token, else of the beginning of text, else 0."""
+    for token in (tokenizer.cls_token_id, tokenizer.bos_token_id):
+        if token is not None and len(places := np.flatnonzero(ids == token)):
+            return int(places[0])
+    return 0

@@ -1,0 +1,67 @@
+"""Regression: a text or a pair of texts, and a number or several. How a row of a table becomes arrays.
+
+Numbers are read strictly: a missing one, NaN, infinity and a decimal comma are errors with the row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from narrowgauge.data.cache import token_dtype
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.tables import Record
+from narrowgauge.data.task import Encoded, Kind, Notes, Task
+from narrowgauge.errors import ConfigError, DataError
+
+DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+LARGEST = 3.4e38  # of float32, in which the loss is computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Task):
+    """Columns with a text, perhaps a second one, and those with the numbers that a model is to give, in the order of its outputs."""
+
+    text: str = "text"
+    pair: str | None = None
+    labels: tuple[str, ...] = ("label",)
+    kind: ClassVar[Kind] = "regression"
+    refits: ClassVar[bool] = True
+    learnt: ClassVar[str] = "text"
+
+    def __post_init__(self) -> None:
+        if not self.labels or len(set(self.labels)) != len(self.labels) or not all(self.labels):
+            raise ConfigError(f"Regression: labels {self.labels!r}. Name each column with numbers once.")
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.text, *([self.pair] if self.pair is not None else []), *self.labels]
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<f8")}
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
+        numbers = [np.array([number_of(row, column) for column in self.labels]) for row in rows]
+        examples = encoder.rows(rows, self.text, self.pair, max_length)
+        return ({**example, "labels": label} for example, label in zip(examples, numbers, strict=True))
+
+
+def number_of(row: Record, column: str) -> float:
+    """The number in this column, or written there. Raises DataError for everything else."""
+    value = row.values[column]
+    number = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise DataError(
+            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column."
+        )
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise DataError(f"{row.origin}: {value!r} in column {column!r} cannot be learnt. Correct the row or remove it.")
+    return float(number)

@@ -1,0 +1,230 @@
+"""Words and their tags (named entities, parts of speech): the label of a word stands at its first token, all others have -100.
+
+Rows have two lists, words and tags; or a text and spans of its characters, {"start", "end", "label"}, from which words and tags are
+made. In CSV a list is JSON, or words with spaces between them.
+
+Tags of spans are in IOB2: B-X begins a span of type X, I-X goes on with it, O is outside. I-X behind anything but B-X or I-X is an error
+that names the row and the word. Tags without B- and I- (parts of speech) mark no spans, and are not checked so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from narrowgauge.data.batches import IGNORED
+from narrowgauge.data.cache import Values, token_dtype
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.tables import Record
+from narrowgauge.data.task import Encoded, Kind, Notes, Task
+from narrowgauge.errors import ConfigError, DataError, closest
+
+OUTSIDE = "O"
+MARKED = re.compile(r"([BI])-(.+)", re.DOTALL)
+OTHER_MARKS = re.compile(r"[ESLU]-.+", re.DOTALL)  # of IOBES and BILOU
+WORD = re.compile(r"\w+|[^\w\s]")
+DROPPED = (
+    "{count} words are nothing but characters that the tokenizer drops: they have no token, so nothing is learnt of their tags, and "
+    "metrics leave them out."
+)
+Words = tuple[list[str], list[str]]  # the words of a row, and their tags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tagging(Task):
+    """Columns with words and their tags, or with a text and its spans.
+
+    tags   names in the order of their ids
+    words  column with a list of words
+    marks  column with a list of as many tags
+    text   column with a text instead; spans: with what is marked in it
+    """
+
+    tags: tuple[str, ...]
+    words: str = "tokens"
+    marks: str = "tags"
+    text: str | None = None
+    spans: str = "spans"
+    kind: ClassVar[Kind] = "tagging"
+    refits: ClassVar[bool] = True
+    learnt: ClassVar[str] = "word"
+
+    def __post_init__(self) -> None:
+        if len(self.tags) < 2 or len(set(self.tags)) != len(self.tags):
+            raise ConfigError(f"Tagging: tags {self.tags!r}. Name at least two, each once.")
+        in_spans(self.tags)
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.words, self.marks] if self.text is None else [self.text, self.spans]
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
+
+    def targets(self, example: Encoded) -> int:
+        return int((example["labels"] != IGNORED).sum())
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
+        found = [self.words_of(row) for row in rows]
+        encoded = encoder.words([words for words, _ in found], max_length=max_length)
+        known = {tag: place for place, tag in enumerate(self.tags)}
+        for row, (words, tags), example in zip(rows, found, encoded, strict=True):
+            places = example.pop("words")
+            first = (places >= 0) & (np.diff(places, prepend=-1) != 0)
+            labels = np.full(len(places), IGNORED)
+            labels[first] = np.array(
+                [self._id(row, place, words, tags, known) for place in range(len(words))], np.int64
+            )[places[first]]
+            if max_length is None:
+                notes[DROPPED] += len(words) - int(first.sum())
+            yield {**example, "labels": labels}
+
+    def _id(self, row: Record, place: int, words: list[str], tags: list[str], known: dict[str, int]) -> int:
+        if tags[place] in known:
+            return known[tags[place]]
+        near = closest(tags[place], self.tags)
+        listing = f"Closest: {near}." if near else f"Tags: {', '.join(map(repr, self.tags[:20]))}."
+        raise DataError(
+            f"{row.origin}: word {place + 1} ({words[place]!r}) has the tag {tags[place]!r}, which is none of the {len(self.tags)} tags. "
+            f"{listing} Correct the row, or name all tags as classes."
+        )
+
+    def words_of(self, row: Record) -> Words:
+        """Raises DataError with the row and the word for what is not as it should be."""
+        if self.text is not None:
+            return _of_spans(row, self.text, self.spans)
+        words, tags = (_listed(row, column) for column in (self.words, self.marks))
+        if len(words) != len(tags):
+            raise DataError(
+                f"{row.origin}: {len(words)} words in column {self.words!r} and {len(tags)} tags in {self.marks!r}. Give each word one tag."
+            )
+        check_marks(row, words, tags)
+        return words, tags
+
+
+def in_spans(tags: Sequence[str]) -> bool:
+    """Whether tags mark spans in IOB2. Raises ConfigError for a mixture, and for other schemes."""
+    marked = [tag for tag in tags if MARKED.fullmatch(tag)]
+    if not marked:
+        return False
+    other = next((tag for tag in tags if tag != OUTSIDE and not MARKED.fullmatch(tag)), "")
+    if other:
+        scheme = "Convert IOBES or BILOU to IOB2" if OTHER_MARKS.fullmatch(other) else "Write all of them in IOB2"
+        raise ConfigError(
+            f"tags: {other!r} is neither 'O' nor begins with 'B-' or 'I-', as {marked[0]!r} does. {scheme}, or none with such marks."
+        )
+    return True
+
+
+def check_marks(row: Record, words: list[str], tags: list[str]) -> None:
+    """Raises DataError for an empty word or tag, and for I-X that goes on with nothing."""
+    before = OUTSIDE
+    for place, (word, tag) in enumerate(zip(words, tags, strict=True), 1):
+        where = f"{row.origin}: word {place} ({word!r})"
+        if not word.strip() or not tag.strip():
+            raise DataError(f"{where}: {'the word' if not word.strip() else 'its tag'} is empty. Correct the row.")
+        mark = MARKED.fullmatch(tag)
+        if mark and mark[1] == "I" and before not in (f"B-{mark[2]}", tag):
+            raise DataError(
+                f"{where} has the tag {tag!r} behind {before!r}: in IOB2 a span begins with 'B-{mark[2]}'. Correct the row, or convert the "
+                "tags to IOB2."
+            )
+        before = tag
+
+
+def _listed(row: Record, column: str) -> list[str]:
+    """A list of strings; of a text its JSON, or what stands between spaces."""
+    value = row.values[column]
+    if isinstance(value, str):
+        text = row.text(column)
+        if not text.lstrip().startswith("["):
+            return text.split()
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text.split()
+    if not isinstance(value, list):
+        raise DataError(f"{row.origin}: column {column!r} holds {value!r:.60}, not a list. Write a list of strings.")
+    for place, each in enumerate(value, 1):
+        if not isinstance(each, str):
+            hint = " Write the names of tags instead of their numbers." if isinstance(each, int) else " Write strings."
+            raise DataError(f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}")
+    return value
+
+
+def _of_spans(row: Record, column: str, spans: str) -> Words:
+    """Words and signs of a text, and the tags of its spans, which must begin and end with words."""
+    text, marked = row.text(column), row.values[spans]
+    if isinstance(marked, str):
+        try:
+            marked = json.loads(marked)
+        except ValueError:
+            marked = None
+    if not isinstance(marked, list):
+        raise DataError(
+            f"{row.origin}: column {spans!r} holds no list. Write a list of objects with start, end and label."
+        )
+    places = [found.span() for found in WORD.finditer(text)]
+    words, tags = [text[first:end] for first, end in places], [OUTSIDE] * len(places)
+    starts, ends = ({place[side]: number for number, place in enumerate(places)} for side in (0, 1))
+    for each in marked:
+        try:
+            first, end, label = int(each["start"]), int(each["end"]), str(each["label"])
+        except (TypeError, KeyError, ValueError):
+            raise DataError(
+                f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three."
+            ) from None
+        where = f"{row.origin}: the span {first} to {end} ({text[max(0, first) : max(0, end)]!r:.60})"
+        if first not in starts or end not in ends or not label:
+            raise DataError(
+                f"{where} does not begin and end with a word, or has no label. Correct the row; `end` is behind the last character."
+            )
+        covered = range(starts[first], ends[end] + 1)
+        if not covered or any(tags[place] != OUTSIDE for place in covered):
+            raise DataError(f"{where} overlaps another span. A word has one tag: keep one of them.")
+        for place in covered:
+            tags[place] = f"{'B' if place == covered[0] else 'I'}-{label}"
+    return words, tags
+
+
+def tags_of(rows: Iterator[Record], task: Tagging, most: int) -> dict[str, str]:
+    """The tags of a table, each with the row where it stands first. Raises DataError for more than `most`."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for tag in task.words_of(row)[1]:
+            found.setdefault(tag, row.origin)
+        if len(found) > most:
+            raise DataError(
+                f"{row.origin}: up to here there are more than {most:,} different tags. Name another tags_column, or list the classes."
+            )
+    return found
+
+
+def spans_in(tags: Sequence[str]) -> set[tuple[int, int, str]]:
+    """(first, behind the last, type) of each span, of any sequence of tags, as conlleval reads it.
+
+    I-X behind O, at the start, or behind another type begins a span too. Tags must be O, B-X or I-X.
+    """
+    found, begun, kind = set(), 0, ""
+    for place, tag in enumerate((*tags, OUTSIDE)):
+        mark = MARKED.fullmatch(tag)
+        goes_on = mark is not None and mark[1] == "I" and mark[2] == kind
+        if goes_on:
+            continue
+        if kind:
+            found.add((begun, place, kind))
+        begun, kind = place, mark[2] if mark else ""
+    return found
+
+
+def of_first_tokens(labels: Values) -> Values:
+    """The labels of words alone."""
+    return labels[labels != IGNORED]

@@ -1,0 +1,50 @@
+"""One check of a guard: continuations from one state on the same batches become one number, and that a verdict.
+
+difference   mean loss of narrow minus that of wide (BF16), over the second half of the stretch: in the first they have hardly parted
+control      the same of two wide continuations that differ in the order of their sums alone, where one was taken
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from narrowgauge.diagnose.guard.evidence import Evidence, Verdict
+
+CONTROL_EVERY = 4  # checks
+
+
+def late_mean(losses: Sequence[float], steps: int) -> float:
+    """Over the second half of a stretch of so many steps; NaN if it ended before."""
+    return statistics.fmean(losses[steps // 2 :]) if len(losses) == steps else math.nan
+
+
+def wants_control(evidence: Evidence) -> bool:
+    """Whether the next check takes a control as well: the first one, and every fourth from there."""
+    return len(evidence.checks) % CONTROL_EVERY == 0
+
+
+def judged(
+    evidence: Evidence, begun: int, steps: int,
+    narrow: Sequence[float], wide: Sequence[float], control: Sequence[float] | None = None,
+) -> tuple[Verdict, dict[str, Any]]:  # fmt: skip
+    """The verdict with one more check, and what the log says of it.
+
+    begun                  the step after which the continuations parted
+    narrow, wide, control  their losses, one for each of `steps` optimizer steps, fewer of one that was lost; control: wide once more
+    """
+    lost = next((begun + place for place, loss in enumerate(wide, 1) if not math.isfinite(loss)), 0)
+    of_narrow, of_wide = late_mean(narrow, steps), late_mean(wide, steps)
+    apart = None if control is None else late_mean(control, steps) - of_wide
+    verdict = evidence.add(of_narrow - of_wide, loss=of_wide, control=apart)
+    said = {
+        "begun": begun,
+        "steps": steps,
+        "wide": of_wide,
+        "narrow": of_narrow,
+        "lost": lost,
+        "sentence": verdict.sentence,
+    }
+    return verdict, {**said, **verdict.event()}

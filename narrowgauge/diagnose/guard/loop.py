@@ -1,0 +1,340 @@
+"""Guard: judges any training loop on narrow numbers against BF16, which no twin of the run has to be trained for.
+
+    guard = ng.Guard("every=2000,steps=100,margin=0.25%,then=warn", model, optimizer, step, also=[scheduler])
+    for batch in batches:
+        loss = guard(batch)          # step(batch): forward, backward, optimizer.step(), scheduler.step(), zero_grad()
+
+A check: the state is copied apart from the run (`fork`), the run takes `steps` steps as ever, and their batches are kept. Then the copy and
+the state of now change places, and the same batches are taken in BF16. Nothing is looked ahead, so the loop keeps its iterator, workers and
+sampler. What is judged is the difference of the losses (`check`, `evidence`). Every fourth check takes a control too: BF16
+once more from weights that differ in their last bit, with the same masks of dropout, so that rounding alone tells the two apart (`nudge`).
+
+Afterwards the run goes on from its narrow end: without an alarm it has the bits of the unguarded run. Where it is worse, `then` may have it
+go on from the BF16 end instead; those steps were computed anyway.
+
+    cost     of `every` steps `steps` more, at a control twice as many
+    memory   a copy of the state in the host's memory or on a disk for the length of a check, two while a control is taken; and `steps`
+             batches, where the loop has them
+    kill     the copy is gone. A check that was cut off begins anew with the first step after the resume
+
+Several ranks: each has a guard and copies its own part; losses are averaged over the default process group, so all come to one verdict.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from narrowgauge.conversion import suspended
+from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switch
+from narrowgauge.diagnose.generators import generators, set_generators
+from narrowgauge.diagnose.guard.batches import Kept
+from narrowgauge.diagnose.guard.bytes_apart import refuse_room
+from narrowgauge.diagnose.guard.check import judged, wants_control
+from narrowgauge.diagnose.guard.evidence import WORSE, Verdict
+from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
+from narrowgauge.diagnose.guard.settings import GuardSettings, parse
+from narrowgauge.errors import ConfigError
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.optim import shards
+from narrowgauge.structure import require_module
+
+Step = Callable[[Any], Any]
+COPIES = 2  # of the state, at most: that of the begin and that of the end, while a control is taken
+
+
+@dataclass
+class _Check:
+    """One that is under way.
+
+    begun  the steps of the run before it
+    fork   the state of then
+    """
+
+    begun: int
+    fork: Fork
+    batches: list[Kept] = field(default_factory=list)
+    generators: list[dict[str, Any]] = field(default_factory=list)  # before each step: a data set may draw between two
+    losses: list[Any] = field(default_factory=list)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Moves every second float32 weight by one unit in the last place, of 16 bits every 64th; on all ranks that hold it alike."""
+    for parameter in model.parameters():
+        part = shards.local(parameter)
+        if part.is_floating_point() and part.itemsize > 1 and part.untyped_storage().nbytes():
+            some = part[..., :: 2 if part.itemsize > 2 else 64] if part.ndim else part
+            some.copy_(torch.nextafter(some, torch.full_like(some, torch.inf)))
+
+
+class Guard:
+    """See the module.
+
+    events        one for each check, with the numbers behind the verdict; also given to `tell`
+    is_reference  whether a step that is under way is one of BF16, which is not the run's: leave out what is printed or logged of it
+    """
+
+    def __init__(
+        self, settings: str | GuardSettings, model: nn.Module, optimizer: Any, step: Step, *, scaler: Any = None,
+        also: Iterable[Any] = (), warmup_steps: int = 0, total_steps: int = 0, steps_done: int = 0, where: str | Path = "host",
+        tell: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:  # fmt: skip
+        """A guard for the loop whose step is `step`; call it with each batch.
+
+        settings         as `narrowgauge train --guard`: "every=2000,steps=100,margin=0.25%,then=stay"
+        step             takes a batch, whatever that is, makes one optimizer step of it and returns the mean loss
+        optimizer        one, or a list
+        also             what else a step changes: schedulers, averaged models, torch.Generators
+        warmup_steps     no check begins before
+        total_steps      no check begins that the run would cut; 0: not known
+        steps_done       of the run before, where no state of a guard is loaded
+        where            of the copy: "host", or a folder on a disk
+        tell             is called with each event; without it, a verdict "worse" is a warning
+
+        Raises ConfigError for settings that cannot work, OutOfMemoryError or StorageError where the copy has no room.
+        """
+        require_module(model, "Guard")
+        found = parse(settings) if isinstance(settings, str) else settings
+        if found is None:
+            raise ConfigError(
+                "Guard: the settings are empty. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'."
+            )
+        self.settings, self.model, self.optimizer, self.scaler = found, model, optimizer, scaler
+        self.also, self.where, self.events = list(also), where, list[dict[str, Any]]()
+        self.evidence = found.evidence()
+        self.is_reference = False
+        self._step, self._tell = step, tell
+        self._taken = steps_done
+        self._last_begin = total_steps - found.steps if total_steps else None
+        self._next = max(found.begins(warmup_steps, 2**62)[0], self._multiple(steps_done))
+        self._check: _Check | None = None
+        self._wide = ExitStack()  # not empty: the run is in BF16 until the next check
+        self._is_wide, self._given = False, ""
+        self._refuse()
+        self.nbytes = fork_bytes(model, optimizer, self.also)
+        refuse_room(COPIES * self.nbytes, where, "a check of the guard")
+
+    def __call__(self, batch: Any) -> Any:
+        """`step(batch)`, what it returns, and what is due of a check before and after it."""
+        self.before_step()
+        try:
+            loss = self._step(batch)
+        except BaseException:
+            self._check = None  # which steps were taken is not known
+            raise
+        self.after_step(batch, loss)
+        return loss
+
+    def before_step(self) -> None:
+        """For loops that cannot hand their step over as one call: before each optimizer step. Begins a check that is due."""
+        is_cut = self._last_begin is not None and self._taken > self._last_begin
+        if self._check is None and self._taken >= self._next and not is_cut and self._given != "bf16":
+            self._wide.close()
+            self._is_wide = False
+            self._check = _Check(self._taken, Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also))
+        if self._check is not None:
+            self._check.generators.append(generators())
+
+    def after_step(self, batch: Any, loss: Any) -> None:
+        """And after it, with its batch and mean loss. Ends a check that has its steps."""
+        self._taken += 1
+        if self._check is None:
+            return
+        self._check.batches.append(Kept(batch))
+        self._check.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
+        if len(self._check.batches) == self.settings.steps:
+            check, self._check = self._check, None
+            self._judge(check)
+            self._next = self._multiple(self._taken)
+
+    def _multiple(self, step: int) -> int:
+        """The first step from there on after which a check begins."""
+        return -(-step // self.settings.every) * self.settings.every
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether a check is under way: a kill now takes its steps in BF16 once more."""
+        return self._check is not None
+
+    def words(self) -> str:
+        """What it does and costs, for whoever starts the run."""
+        settings, gib = self.settings, COPIES * self.nbytes / 2**30
+        place = "the host's memory" if self.where == "host" else str(self.where)
+        return (
+            f"Guard: every {settings.every} steps, {settings.steps} in BF16 on the same batches; harmless is {settings.margin_words()}. "
+            f"A check keeps {settings.steps} batches, and up to {gib:.2f} GiB in {place}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of the loop: numbers and strings alone."""
+        return {
+            "taken": self._taken, "next": self._next, "is_wide": self._is_wide, "given": self._given,
+            "settings": repr(self.settings), "evidence": self.evidence.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. Call it before the model's, which may have got another recipe since.
+
+        Raises ConfigError for a guard with other settings.
+        """
+        if state["settings"] != repr(self.settings):
+            raise ConfigError(
+                f"Guard: its state is of {state['settings']}, and this one is {self.settings!r}. Resume with the settings it had."
+            )
+        self._check = None
+        self._taken, self._next, self._given = state["taken"], state["next"], state["given"]
+        self.evidence.load_state_dict(state["evidence"])
+        if self._given:
+            self._widen(self._given)
+        self._stay_wide(state["is_wide"])
+
+    # A check
+
+    def _judge(self, check: _Check) -> None:
+        """Takes the steps of a check in BF16, and leaves the state from which the run goes on."""
+        began_at_s = time.monotonic()
+        narrow, rates = self._read(check.losses), self._rates()
+        control, end = None, None
+        if wants_control(self.evidence):
+            end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
+            check.fork.restore()
+            nudge(self.model)
+            control = self._in_bf16(check, end, rates)
+        if end is None:
+            check.fork.swap()
+            end = check.fork
+        else:
+            check.fork.restore()
+        wide = self._in_bf16(check, end, rates)
+        verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control)
+        action = self._follow(verdict, end)
+        event = {
+            "event": "guard",
+            "step": self._taken,
+            **numbers,
+            "then": action,
+            "spent_s": time.monotonic() - began_at_s,
+        }
+        self.events.append(event)
+        if self._tell is not None:
+            self._tell(event)
+        elif verdict.name == WORSE:
+            warnings.warn(
+                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence}", stacklevel=4
+            )
+
+    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> list[float]:
+        """The losses of the steps of a check from the state of now; `end` is put back if they fail. rates: with which they have to end."""
+        losses = []
+        try:
+            with self._as_reference(), suspended(self.model):
+                for kept, states in zip(check.batches, check.generators, strict=True):
+                    set_generators(states)
+                    loss = self._step(kept.given())
+                    losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
+            if self._rates() != rates:
+                raise ConfigError(
+                    f"Guard: the same steps ended with the learning rates {rates}, and {self._rates()} when they were taken again: "
+                    "something counts them that was not put back. Hand it over: Guard(..., also=[...])."
+                )
+            return self._read(losses)
+        except BaseException as error:
+            end.restore()
+            error.add_note(
+                "It was raised while a guard took the steps of its check in BF16; the run is at its narrow end again."
+            )
+            raise
+
+    def _rates(self) -> list[float]:
+        """The learning rates of now."""
+        return [float(group["lr"]) for each in self._optimizers for group in each.param_groups]
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        self.is_reference = True
+        try:
+            yield
+        finally:
+            self.is_reference = False
+
+    def _follow(self, verdict: Verdict, end: Fork) -> str:
+        """Puts the run where it goes on after a verdict; says in a word what was done. The state of now is the BF16 end."""
+        is_worse = verdict.name == WORSE
+        if not is_worse or not self.settings.keeps_reference or self._given:
+            end.restore()
+            return "warn" if is_worse else ""
+        if self.settings.recipe:
+            self._widen(self.settings.recipe)
+            self._given, self.evidence = self.settings.recipe, self.settings.evidence()
+            return self._given
+        self._stay_wide(True)
+        return "stay"
+
+    def _widen(self, recipe: str) -> None:
+        """For good; averaged copies of the model are to hold the same tensors as it does."""
+        for model in (self.model, *self.also):
+            if isinstance(model, nn.Module) and any(
+                isinstance(each, QLinear) and each.recipe for each in model.modules()
+            ):
+                switch(model, recipe)
+
+    def _stay_wide(self, is_wide: bool) -> None:
+        self._wide.close()
+        self._is_wide = is_wide
+        if is_wide:
+            self._wide.enter_context(suspended(self.model))
+
+    def _read(self, losses: list[Any]) -> list[float]:
+        """As numbers, the mean over ranks: one copy, one wait."""
+        device = next(self.model.parameters()).device
+        for each in losses:
+            if not isinstance(each, int | float) and not (isinstance(each, torch.Tensor) and each.numel() == 1):
+                raise ConfigError(
+                    f"Guard: step returned a {type(each).__name__}. Return the mean loss of the batch, a number."
+                )
+        found = torch.stack(
+            [torch.as_tensor(each, dtype=torch.float64).detach().reshape(()).to(device) for each in losses]
+        )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(found)
+            found /= dist.get_world_size()
+        return list(found.tolist())
+
+    def _refuse(self) -> None:
+        """Raises ConfigError for what would not work, or would go wrong without a word."""
+        recipes = [
+            each.recipe for each in self.model.modules() if isinstance(each, QLinear) and each.recipe is not None
+        ]
+        if not any(bits(gemm) < HIGH_PRECISION_BITS for recipe in recipes for gemm in recipe.gemms().values()):
+            raise ConfigError(
+                "Guard: no product of the model is narrower than 16 bits, so there is nothing to judge. "
+                "Call narrowgauge.convert(model, ...) with a narrow recipe first."
+            )
+        learns = any(recipe.steps() for recipe in recipes)
+        if learns and any(getattr(each, "find_unused_parameters", True) is False for each in self.model.modules()):
+            raise ConfigError(
+                "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
+                "Wrap the model with find_unused_parameters=True."
+            )
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        held = any(isinstance(getattr(each, "scheduler", each), scheduler) for each in self.also)
+        for optimizer in self._optimizers:
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not held:
+                raise ConfigError(
+                    "Guard: a scheduler moves the learning rate of the optimizer, and steps of a check would move it further. "
+                    "Hand it over: Guard(..., also=[scheduler])."
+                )

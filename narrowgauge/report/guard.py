@@ -1,0 +1,110 @@
+"""The checks of a guarded run: their differences with noise and margin, drawn, and what was made of them, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from narrowgauge.diagnose.compare import Event
+from narrowgauge.diagnose.format_text import count, percent, plural, signed
+from narrowgauge.report.figures import THEME, canvas, label_axes, note, plot, signed_values, step_limits, svg
+from narrowgauge.report.run_data import Recorded
+
+WIDTH = 2.0  # scales on either side of a difference: 95 % of a normal noise
+OUTLINE: dict[str, Any] = {"markersize": 7, "markeredgewidth": 1.8, "markerfacecolor": THEME["paper"], "zorder": 5}
+OF_VERDICT = {  # colour, marker and words
+    "within": ("run", "o", "within the margin"),
+    "unknown": ("muted", "o", "not known yet"),
+    "worse": ("reference", "D", "worse"),
+}
+
+
+def figure(events: Sequence[Event]) -> str:
+    """Narrow minus BF16 at each check, the noise of one check around it, and the margin; '' if no check gave a number."""
+    finite = [event for event in events if math.isfinite(event.get("difference", math.nan))]
+    if not finite:
+        return ""
+    with canvas(1000, 250) as (drawn, axes):
+        steps = [event["step"] for event in finite]
+        axes.set_xlim(*step_limits([*(event["begun"] for event in finite[:1]), *steps]))
+        left, right = axes.get_xlim()
+        edges = [left, *((a + b) / 2 for a, b in pairwise(steps)), right]
+        margins = [event["margin"] for event in finite]
+        lower = [-margin for margin in margins]
+        for bound in (margins, lower):
+            axes.stairs(bound, edges, baseline=None, color=THEME["ink"], linewidth=1.0, linestyle=(0, (3, 2)))
+        axes.stairs(margins, edges, baseline=lower, fill=True, color=THEME["run"], alpha=0.08, linewidth=0)
+        axes.axhline(0.0, color=THEME["rule"], linewidth=1.2)
+        for event in finite:
+            place, scale = (event["step"], event["difference"]), event["scale"]
+            colour, marker, _ = OF_VERDICT.get(event["verdict"], OF_VERDICT["unknown"])
+            ends = [place[1] - WIDTH * scale, place[1] + WIDTH * scale]
+            axes.plot([place[0]] * 2, ends, color=THEME[colour], linewidth=1.6, alpha=0.6)
+            plot(axes, [place], color=THEME[colour], linewidth=0, marker=marker, **OUTLINE)
+        means = [event["mean"] for event in finite]
+        plot(axes, list(zip(steps, means, strict=True)), color=THEME["ink"], linewidth=1.2)
+        levels = [0.0, *margins, *(-margin for margin in margins), *(event["difference"] for event in finite)]
+        room = 0.3 * (max(levels) - min(levels))
+        axes.set_ylim(min(levels) - room, max(levels) + room)
+        note(axes, "margin", (1, margins[-1]), (-4, 4), axes.get_yaxis_transform(), ha="right")
+        signed_values(axes)
+        label_axes(axes, "loss of the run minus that of BF16 from the same state, nats")
+        return svg(drawn, "guard", "Differences to BF16 at the checks of the guard")
+
+
+def legend(events: Sequence[Event]) -> list[tuple[str, str, str]]:
+    """(words, colour, shape) of the verdicts that occur."""
+    found = {event["verdict"] for event in events}
+    return [
+        (words, colour, "square" if marker == "D" else "")
+        for verdict, (colour, marker, words) in OF_VERDICT.items()
+        if verdict in found
+    ]
+
+
+def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
+    """The newest verdict, what the checks cost, what the guard did."""
+    yield str(events[-1].get("sentence", ""))
+    became = sum(event["steps"] for event in recorded.of("rewind"))
+    spent = sum(event["steps"] * (1 + (event.get("control") is not None)) for event in events) - became
+    share = percent(spent / max(recorded.last_step, 1))
+    yield f"{plural(len(events), 'check')} took {plural(spent, 'step')} that did not count, {share} of the run's."
+    for event in events:
+        if event["verdict"] == "reference":
+            yield f"Step {count(event['step'])}: the BF16 reference itself was not finite."
+    alarms = [event for event in events if event["verdict"] == "worse"]
+    if alarms:
+        first = alarms[0]
+        yield f"First alarm at step {count(first['step'])}; the check there differed by {signed(first['difference'])} nats."
+    if wide := wide_steps(recorded, events):
+        yield f"In BF16 in place of the recipe: steps {', '.join(f'{count(first)} to {count(last)}' for first, last in wide)}."
+
+
+def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, int]]:
+    """(first, last) of the stretches of the run that the guard gave to BF16, each until the check that tried narrow numbers again."""
+    found: list[tuple[int, int]] = []
+    begins = [*(event["begun"] for event in events[1:]), recorded.last_step]
+    for event, following in zip(events, begins, strict=True):
+        if event.get("then") in ("", "warn", None):
+            continue
+        first, last = event["begun"] + 1, following if event["then"] in ("stay", "bf16") else event["step"]
+        if found and found[-1][1] == first - 1:
+            first = found.pop()[0]
+        found.append((first, last))
+    return found
+
+
+def section(recorded: Recorded) -> dict[str, Any] | None:
+    """For the page; None without a check."""
+    events = recorded.of("guard")
+    if not events:
+        return None
+    kind = {"worse": "above", "within": "same"}.get(events[-1]["verdict"], "open")
+    return {
+        "kind": kind,
+        "figure": figure(events),
+        "legend": legend(events),
+        "sentences": list(sentences(recorded, events)),
+    }

@@ -1,0 +1,244 @@
+"""The page on any number of runs: verdict on each recipe, curves with their interval over seeds, finals, speed and memory.
+
+    narrowgauge report A B C        run folders, in any order; the reference is --reference, else the recipe of the first
+    narrowgauge report STUDY        a folder of `narrowgauge study`
+
+Like the page of one run it is one file, readable offline, the same for the same input; a run that goes on or has failed is drawn as far
+as it came. A branch (run.json names its parent) is drawn from the step it left its parent at.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowgauge import storage
+from narrowgauge.diagnose import compare, format_text, seeds, seeds_text
+from narrowgauge.diagnose.format_text import PERCENT, count
+from narrowgauge.diagnose.paired_tests import half_width, spread_of
+from narrowgauge.diagnose.seeds import Margin, Verdict
+from narrowgauge.errors import ConfigError
+from narrowgauge.report.groups import Gathered, final, gather, seed_of
+from narrowgauge.report.run_data import Recorded
+
+try:
+    from narrowgauge.report import cards, several_curves, several_figures
+    from narrowgauge.report.page import environment
+except ImportError as error:
+    raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy") from error
+
+STUDY = "study.json"
+KINDS = {  # of a verdict -> colour of its notice
+    seeds.WORSE: "bad", seeds.DIVERGED: "bad", seeds.BETTER: "below", seeds.EQUIVALENT: "same", seeds.IDENTICAL: "same",
+    seeds.NOT_WORSE: "same", seeds.UNKNOWN: "warn",
+}  # fmt: skip
+
+
+def is_study(folder: Path) -> bool:
+    return (folder / STUDY).is_file()
+
+
+def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
+    """The runs of a study that have begun."""
+    facts = facts_of(folder)
+    names = [f"{recipe}-seed{seed}" for recipe in facts["recipes"] for seed in facts["seeds"]]
+    begun = [folder / name for name in names if (folder / name / "run.json").is_file()]
+    if not begun:
+        raise ConfigError(f"report: no run of the study {folder} has begun. Start it with narrowgauge study.")
+    return gather(
+        begun, metric=facts["metric"], margin=margin or Margin.parse(facts["margin"]), failed=facts.get("failed")
+    )
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """study.json, as far as a page needs it. ConfigError if it is damaged."""
+    try:
+        facts = json.loads((folder / STUDY).read_bytes())
+        Margin.parse(facts["margin"])
+        if facts["recipes"] and facts["seeds"] and facts["metric"]:
+            return dict(facts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / STUDY}: damaged: {error}. Restore a copy of it.") from None
+    raise ConfigError(f"{folder / STUDY}: damaged: it names no runs. Restore a copy of it.")
+
+
+def write_folders(
+    folders: Sequence[Path], path: Path | None = None, reference: str = "", metric: str = "", margin: str = ""
+) -> Path:
+    """The page on run folders, beside the first of them unless `path` says where; or on one study, in its folder."""
+    chosen = Margin.parse(margin) if margin else None
+    if len(folders) == 1 and is_study(folders[0]):
+        facts = facts_of(folders[0])
+        if reference not in ("", facts["recipes"][0]) or metric not in ("", facts["metric"]):
+            raise ConfigError(
+                f"report: the study {folders[0]} has the reference {facts['recipes'][0]} and the metric {facts['metric']}. Leave "
+                "them out, or name its runs one by one."
+            )
+        return write(of_study(folders[0], chosen), path or folders[0] / "report.html", facts)
+    return write(gather(folders, reference, metric, chosen), path or folders[0].resolve().parent / "report.html")
+
+
+def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
+    """Writes the page to `path` and returns it. StorageError if it cannot be written."""
+    source = importlib.resources.files("narrowgauge.report").joinpath("several.html.jinja").read_text(encoding="utf-8")
+    text = environment().from_string(source).render(page(found, facts or {}))
+    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
+    return path
+
+
+def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the template."""
+    verdicts = found.verdicts()
+    first = found.groups[0].runs[0]
+    return {
+        "found": found,
+        "first": first,
+        "facts": facts,
+        "title": title(found),
+        "notices": [notice(each) for each in verdicts] or [pair_notice(found)],
+        "rows": rows(found, verdicts),
+        "axis": several_figures.axis(*axis_of(verdicts)) if verdicts else "",
+        "margin": margin_words(found, verdicts),
+        "legend": [(place % len(several_figures.SERIES), group.name) for place, group in enumerate(found.groups)],
+        "figures": list(several_curves.figures(found)),
+        "costs": costs(found),
+        "runs": [run_row(found, each) for each in found.runs],
+        "apart": found.apart,
+        "limits": list(limits(found, facts)),
+        "unit": cards.unit(first),
+    }
+
+
+def title(found: Gathered) -> str:
+    seeds_seen = {seed_of(each) for each in found.runs}
+    return f"{format_text.plural(len(found.groups), 'recipe')}, {format_text.plural(len(seeds_seen), 'seed')}"
+
+
+# Verdicts
+
+
+def notice(verdict: Verdict) -> dict[str, str]:
+    return {
+        "kind": KINDS[verdict.name],
+        "heading": f"{verdict.runs.name}: {seeds_text.heading(verdict)}",
+        "text": seeds_text.sentences(verdict),
+        "more": seeds_text.about_own_interval(verdict),
+    }
+
+
+def pair_notice(found: Gathered) -> dict[str, str]:
+    heading = f"Nothing to judge against {found.groups[0].name}"
+    return {"kind": "open", "heading": heading, "text": "No other recipe was trained on its batches.", "more": ""}
+
+
+def margin_words(found: Gathered, verdicts: Sequence[Verdict]) -> str:
+    margin = next((each.absolute_margin for each in verdicts if each.absolute_margin is not None), None)
+    if margin is None:
+        return ""
+    share = (
+        f", {100 * found.margin.value:g}{PERCENT} of the mean of {found.groups[0].name}"
+        if found.margin.is_share
+        else ""
+    )
+    return f"{seeds_text.number(margin, format_text.decimals(margin))}{share}"
+
+
+def axis_of(verdicts: Sequence[Verdict]) -> tuple[tuple[float, float], float | None]:
+    margin = next((each.absolute_margin for each in verdicts if each.absolute_margin is not None), None)
+    return several_figures.axis_limits(
+        [each.differences for each in verdicts], [each.interval for each in verdicts], margin
+    ), margin
+
+
+def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """The table of finals, a row for each recipe."""
+    by_name = {each.runs.name: each for each in verdicts}
+    ends, margin = axis_of(verdicts)
+    listed = []
+    for place, group in enumerate(found.groups):
+        runs, verdict = found.runs_of(group), by_name.get(group.name)
+        values = list(runs.finite.values())
+        places = format_text.decimals(spread_of(values)) if len(values) > 1 else 4
+        half = half_width(values)
+        row = {
+            "colour": place % len(several_figures.SERIES), "name": group.name, "finished": f"{len(values)} of {len(group.runs)}",
+            "mean": seeds_text.number(statistics.fmean(values), places) if values else "–",
+            "half": f"± {half:.{places}f}" if half is not None else "", "reason": group.reason, "difference": "", "interval": "",
+            "figure": "", "inside": "", "verdict": "reference" if not place else "", "kind": "",
+        }  # fmt: skip
+        if verdict is not None and verdict.mean is not None:
+            digits = format_text.decimals(verdict.half_width or verdict.mean)
+            interval = verdict.interval
+            row |= {
+                "difference": format_text.signed(verdict.mean, digits),
+                "interval": " to ".join(format_text.signed(end, digits) for end in interval) if interval else "",
+                "figure": several_figures.strip(str(place), place, verdict.differences, interval, margin, ends),
+                "inside": f"{verdict.inside_count} of {len(values)}" if verdict.inside is not None else "",
+            }
+        if verdict is not None:
+            row |= {"verdict": seeds_text.heading(verdict), "kind": KINDS[verdict.name]}
+        listed.append(row)
+    return listed
+
+
+def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
+    """What the verdicts do not say, in sentences."""
+    verdicts = found.verdicts()
+    if any(len(each.seeds) > 1 for each in verdicts):
+        yield (
+            "A seed changes first weights, order of the data and stochastic rounding; data and evaluation are the same for all. So "
+            "intervals and verdicts are of seeds, and say nothing of other data, larger models or longer training."
+        )
+    if len(verdicts) > 1 and any(each.holds_together is not None for each in verdicts):
+        lost = [each.runs.name for each in verdicts if each.holds_together is False]
+        holds = f"the verdicts on {', '.join(lost)} do not hold then" if lost else "every verdict holds then as well"
+        yield (
+            f"Each verdict errs in 5{PERCENT} of studies at most, by itself: no correction for {len(verdicts)} recipes is in it. With "
+            f"Holm’s correction for all of them together, {holds}."
+        )
+    for name, why in facts.get("failed", {}).items():
+        yield f"The run {name} failed ({why}), and is in no verdict."
+    if len(margins := facts.get("margins", [])) > 1:
+        yield f"The margin was {margins[0]} when the study began, and {margins[-1]} later: one that is chosen after the runs proves less."
+    if len(looks := facts.get("looks", [])) > 1:
+        yield (
+            f"Seeds were added after a look at the results ({', then '.join(map(str, looks))}): who adds seeds until a verdict pleases "
+            f"errs more often than in 5{PERCENT}."
+        )
+
+
+# Costs and runs
+
+
+def costs(found: Gathered) -> list[dict[str, str]]:
+    """Speed and memory of each recipe: medians over its runs, and how many times the reference's."""
+    listed: list[dict[str, str]] = []
+    first: dict[str, float | None] = {}
+    for place, group in enumerate(found.groups):
+        row = {"colour": str(place % len(several_figures.SERIES)), "name": group.name}
+        for key, of, show in (("speed", compare.tokens_per_s, count), ("peak", compare.peak_bytes, format_text.size)):
+            values = [value for each in group.runs if (value := of(each.events)) is not None]
+            median = statistics.median(values) if values else None
+            whole = first.setdefault(key, median)
+            row[key] = show(median) if median is not None else "–"
+            row[f"{key}_ratio"] = f"{median / whole:.2f}" if median and whole else ""
+        row["device"] = ", ".join(dict.fromkeys(str(each.run.get("device", "?")) for each in group.runs))
+        listed.append(row)
+    return listed
+
+
+def run_row(found: Gathered, recorded: Recorded) -> dict[str, str]:
+    value, why = final(recorded, found.metric)
+    known = found.failed.get(recorded.folder.name)
+    parent = recorded.run.get("parent") or {}
+    branch = f"branch of {parent.get('run', '?')} from step {count(parent.get('step', '?'))}" if parent else ""
+    wide = (recorded.of("eval") or [{}])[-1].get("wide", {}).get(found.metric)
+    return {
+        "wide": seeds_text.number(wide, 4) if wide is not None and not why else "–",
+        "name": recorded.folder.name, "recipe": recorded.name, "seed": str(seed_of(recorded)), "steps": count(recorded.last_step),
+        "value": seeds_text.number(value, 4) if not why else "–", "note": "; ".join(filter(None, [known or why, branch])),
+    }  # fmt: skip

@@ -1,0 +1,98 @@
+"""What a run learns: the settings of the model, of the data and of the task, and which metrics choose its best weights.
+
+A task is one entry in `task_names`, and settings of its own with `tasks=`. The rules between settings are in `data_checks`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
+from narrowgauge.train.config.task_names import METRICS, PICTURES, READING, TASKS
+
+BEST = ("", "none", "loss", *dict.fromkeys(name for names in METRICS.values() for name in names))
+MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
+TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
+    partial(TASK, tasks=tasks) for tasks in (READING[1:], ("causal-lm",), ("classification",), ("seq2seq",))
+)
+ANSWERS, TAGS, CHOICES = ("question-answering",), ("tagging",), ("multiple-choice",)
+IMAGES = partial(TASK, tasks=PICTURES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The first part of `settings.TrainConfig`, and of no use alone."""
+
+    # fmt: off
+    model: str = MODEL("", "Local folder or hub name of a model; empty: a Llama, or for images a ViT, of the sizes below.")
+    from_scratch: bool = MODEL(False, "With model: take its configuration, but start from random weights.")
+    hidden_size: int = MODEL(320, "Width of the residual stream.", Range(2, 2**20))
+    layers: int = MODEL(6, "Transformer blocks.", Range(1, 4096))
+    heads: int = MODEL(8, "Attention heads.", Range(1, 4096))
+    kv_heads: int = MODEL(0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096), tasks=READING)
+    intermediate_size: int = MODEL(0, "Width of the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 64; of a ViT 4 times.",
+        Range(0, 2**22))
+    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22), tasks=TASKS[:1])
+
+    data: str = DATA("stdlib", "Text to learn: a file, a folder or a data set's name; stdlib: Python's own sources. With a task: a table, "
+        "or for images a folder with one folder for each class.",
+        NOT_EMPTY)
+    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.", tasks=TASKS[:1])
+    tokenizer: str = DATA("", "Folder or hub name of a tokenizer; empty: the model's, or a BPE trained here.", tasks=READING)
+    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24), tasks=TASKS[:1])
+    validation_fraction: float = DATA(0.05, "Share of the documents held out for validation.", Range(0, 0.5, open_low=True))
+    cache: str = DATA("", "Folder of tokenized data; empty: `cache` beside the run folder.")
+
+    task: str = TASK("text", "What is learnt: running text, or the examples of a table.", OneOf(TASKS))
+    validation_data: str = TASK("", "Table, or folder, to validate on; empty: validation_fraction of the rows of data.", tasks=TASKS[1:])
+    prompt_column: str = CHATS("prompt", "causal-lm: column with the prompt.", NOT_EMPTY)
+    completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
+    messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
+    train_on: str = CHATS("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
+    text_column: str = TASK("text", "classification, regression: column with the text; tagging: that of spans_column.", NOT_EMPTY,
+        tasks=("classification", "regression", *TAGS))
+    pair_column: str = TASK("", "classification, regression: column with a second text; empty: none.",
+        tasks=("classification", "regression"))
+    label_column: str = TASK("label", "Column with the class or the right choice; regression: with the number, or more with commas.",
+        NOT_EMPTY, tasks=("classification", "regression", *CHOICES, *PICTURES))
+    image_column: str = IMAGES("image", "image-classification: column of a table with paths from its folder, or with bytes.", NOT_EMPTY)
+    image_size: int = IMAGES(0, "Height and width that pictures are resized to; 0: the model's, or 224.", Range(0, 2**14))
+    patch_size: int = IMAGES(16, "Without model: height and width of a patch.", Range(1, 2**14))
+    crop_padding: int = IMAGES(0, "Pixels of black around a picture, of which its size is cut out at random; 0: none.", Range(0, 2**14))
+    flip: bool = IMAGES(False, "Pictures are turned left to right at random.")
+    classes: str = TASK("", "Names of the classes or tags with commas, or the number of classes; empty: those of the data.",
+        tasks=("classification", *TAGS, *PICTURES))
+    source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
+    target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
+    translate: int = PAIRS(0, "seq2seq: rows of the validation data, the first, that are translated at each evaluation for BLEU and chrF; "
+        "0: none.", COUNT_OR_ZERO)
+    beams: int = PAIRS(1, "Beams of these translations; 1: greedily.", Range(1, 64))
+    bleu_words: str = PAIRS("13a", "How sacrebleu cuts words for BLEU; none: at spaces, of tokenized data.",
+        OneOf(("13a", "none", "intl", "zh", "char")))
+    question_column: str = TASK("question", "question-answering, multiple-choice: column with the question; empty: no question.",
+        tasks=(*ANSWERS, *CHOICES))
+    context_column: str = TASK("context", "question-answering, multiple-choice: column with what it is about; empty: no context.",
+        tasks=(*ANSWERS, *CHOICES))
+    answers_column: str = TASK("answers", "question-answering: column with the answers, texts and where they begin.", NOT_EMPTY,
+        tasks=ANSWERS)
+    stride: int = TASK(128, "question-answering: tokens of a long context that neighbouring windows share.", COUNT_OR_ZERO, tasks=ANSWERS)
+    answer_tokens: int = TASK(30, "question-answering: tokens of an answer that is given, at most.", COUNT, tasks=ANSWERS)
+    tokens_column: str = TASK("tokens", "tagging: column with a list of words.", NOT_EMPTY, tasks=TAGS)
+    tags_column: str = TASK("tags", "tagging: column with a list of their tags.", NOT_EMPTY, tasks=TAGS)
+    spans_column: str = TASK("", "tagging: column with spans (start, end, label) in text_column, instead of words and tags; empty: none.",
+        tasks=TAGS)
+    choices_column: str = TASK("choices", "multiple-choice: column with a list of choices, or columns of one each, with commas.", NOT_EMPTY,
+        tasks=CHOICES)
+    columns: str = TASK("", "Names, with commas, of the columns of CSV and TSV without a header row.", tasks=TASKS[1:])
+    max_length: int = TABLES(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
+    too_long: str = TABLES("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
+    no_target: str = TABLES("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
+    token_budget: int = TABLES(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
+    packing: int = TASK(0, "causal-lm, tagging: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO,
+        tasks=("causal-lm", *TAGS))
+    length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
+    pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
+    epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
+    best: str = TASK("",
+        "Metric whose best checkpoint is kept and exported; empty: the task's own, none of text; none: the last is exported.",
+        OneOf(BEST))
+    # fmt: on

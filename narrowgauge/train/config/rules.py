@@ -1,0 +1,170 @@
+"""One setting: its entry in the table, its type, and the rule that its value has to obey.
+
+Without torch, for a quick --help.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from typing import Any
+
+from narrowgauge.errors import closest
+from narrowgauge.train.config import recipe_syntax
+from narrowgauge.train.config.task_names import TASKS
+
+Problem = tuple[tuple[str, ...], str]  # the keys whose values break a rule; the message
+Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it, with spaces; the message
+TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; an open end excludes its bound."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    open_high: bool = False
+
+    def refuse(self, value: float) -> str:
+        """The rule in words if `value` breaks it, else ''."""
+        is_end = (self.open_low and value == self.low) or (self.open_high and value == self.high)
+        return "" if self.low <= value <= self.high and not is_end else str(self)
+
+    def __str__(self) -> str:
+        if not (self.open_low or self.open_high):
+            return f"from {self.low} to {self.high}"
+        low = f"above {self.low}" if self.open_low else f"at least {self.low}"
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A few names, or numbers."""
+
+    names: tuple[str, ...] | tuple[int, ...]
+
+    def refuse(self, value: str | int) -> str:
+        if value in self.names:
+            return ""
+        near = closest(str(value), map(str, self.names), limit=1) if isinstance(value, str) else ""
+        return f"{self}{f'. Closest: {near}' if near else ''}"
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(repr(name) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Text that matches a regular expression; `description` says which, for messages."""
+
+    pattern: str
+    description: str
+
+    def refuse(self, value: str) -> str:
+        return "" if re.fullmatch(self.pattern, value) else self.description
+
+    def __str__(self) -> str:
+        return self.description
+
+
+@dataclass(frozen=True)
+class OneOrPair:
+    """One of `names`, or two of `parts` as "first/second"."""
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+
+    def refuse(self, value: str) -> str:
+        pair = value.split("/")
+        if value in (*self.names, *self.parts) or (len(pair) == 2 and set(pair) <= set(self.parts)):
+            return ""
+        wrong = next((part for part in pair if part not in self.parts), value)
+        near = closest(wrong, (*self.names, *self.parts), limit=1)
+        return f"{self}{f'. Closest: {near}' if near else ''}"
+
+    def __str__(self) -> str:
+        pair = f"a pair of {', '.join(map(repr, self.parts))}, as '{self.parts[2]}/{self.parts[1]}'"
+        return f"one of {', '.join(map(repr, self.names))}, or {pair}"
+
+
+NOT_EMPTY = Matching(r"(?s).+", "not empty")
+COUNT = Range(1, 2**31 - 1)
+COUNT_OR_ZERO = Range(0, 2**31 - 1)
+Rule = Range | OneOf | OneOrPair | Matching
+
+
+def setting(
+    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = TASKS
+) -> Any:  # fmt: skip
+    """One entry of the table, which means something in these tasks. A mutable default is a type such as `dict`."""
+    metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata, hash=False)
+    return field(default=default, metadata=metadata)
+
+
+def key_of(each: Field[Any]) -> str:
+    """The key of a setting in a file; with dashes, its flag."""
+    return str(each.metadata["key"] or each.name)
+
+
+def refuse(each: Field[Any], value: Any) -> Problem | None:
+    """What is wrong with the value of a setting: its type, or what its rule forbids."""
+    key, rule = key_of(each), each.metadata["rule"]
+    reason = _refuse_type(each.type, value)
+    if not reason and rule and (broken := rule.refuse(value)):
+        reason = f"must be {broken}"
+    return ((key,), f"{key} = {shown(value)}: {reason}.") if reason else None
+
+
+def is_set(config: Any, name: str) -> bool:
+    """Whether a setting has another value than its default."""
+    return bool(getattr(config, name) != config.__dataclass_fields__[name].default)
+
+
+def _refuse_type(kind: Any, value: Any) -> str:
+    """Why `value` is not of type `kind`, or ''. A bool is no number, and a float is no whole number."""
+    if kind is str:
+        return _refuse_text(value)
+    if kind is TABLE:
+        return _refuse_table(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        return "" if isinstance(value, bool) else "must be true or false"
+    if kind is int:
+        return "" if is_number and isinstance(value, int) else "must be a whole number"
+    return "" if is_number and abs(value) <= sys.float_info.max else "must be a finite number"
+
+
+def _refuse_text(value: Any) -> str:
+    if not isinstance(value, str):
+        return "must be text"
+    if "\0" in value:
+        return "must not contain a zero byte"
+    # A flag whose bytes were not UTF-8 has surrogates.
+    return "must be valid Unicode" if re.search("[\ud800-\udfff]", value) else ""
+
+
+def _refuse_table(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return "must be a table of pattern = recipe"
+    for pattern, recipe in value.items():
+        if isinstance(recipe, Mapping):
+            return f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
+        words = _refuse_text(pattern) or _refuse_text(recipe) or recipe_syntax.refuse(recipe)
+        if words or not pattern or not recipe:
+            return words or "must have no empty pattern or recipe"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """A value as the user wrote it in the file, shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"{'-' if value < 0 else ''}a number of {int(math.log10(abs(value))) + 1} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,70 @@
+"""What a guard finds before a run goes on: what one has written into its checkpoints, and room for a copy of its state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge import manifest
+from narrowgauge.diagnose.guard.fork import NAME, refuse_room
+from narrowgauge.diagnose.runs import decode
+from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.train.checkpoint import state
+from narrowgauge.train.model import chosen_recipe, with_stage
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.watch import Watch
+
+if TYPE_CHECKING:
+    from narrowgauge.train.trainer import Trainer
+
+KEY = "guard"  # of the facts of a checkpoint
+
+
+def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a guard wrote into the facts of a checkpoint; {} without one."""
+    if KEY not in facts:
+        return {}
+    with state.unusable(f"{manifest.FACTS}: {KEY}"):
+        return decode(facts[KEY])
+
+
+class Unguarded(Watch):
+    """A run without a guard, which may have had one: the recipe that it was given stays."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._before: dict[str, Any] = {}
+
+    def prepare(self, facts: Mapping[str, Any]) -> None:
+        known = known_of(facts)
+        if known.get("wide"):
+            raise ConfigError(
+                f"output = {self.trainer.config.output!r}: the guard of this run has put it into BF16 until its next check. Resume with "
+                "--guard as it was, as --guard then=stay with its other keys."
+            )
+        if (switched := known.get("switched")) is not None:
+            step, name = switched
+            recipe = chosen_recipe(self.trainer.config, name)
+            self.trainer.stages = with_stage(
+                self.trainer.stages, self.trainer.model, recipe, step, f"guard: {name}@{step}"
+            )
+            self._before = {KEY: facts[KEY]}
+
+    def facts(self) -> dict[str, Any]:
+        return self._before
+
+
+def place_of_copy(nbytes: int, folder: Path, ranks: Ranks) -> str | Path:
+    """Where a copy of the state waits: "host" or the folder of the run. Raises StorageError where neither has room.
+
+    All ranks of a machine need theirs at once.
+    """
+    total = nbytes * (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks.world > 1 else 1)
+    try:
+        refuse_room(total, "host", NAME)
+    except OutOfMemoryError:
+        refuse_room(total, folder, NAME)
+        return folder
+    return "host"

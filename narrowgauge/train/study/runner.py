@@ -1,0 +1,184 @@
+"""Runs a study from wherever it is, and reaches its verdict: `narrowgauge study`, readable from top to bottom.
+
+study = Study(config=toml.load(Path("cola.toml")), recipes=("bf16", "fp8-current"), seeds=(0, 1, 2, 3, 4), output=Path("runs/study"))
+result = run(study)
+[verdict.name for verdict in result.verdicts]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge import recipes, storage
+from narrowgauge.diagnose import seeds_text
+from narrowgauge.diagnose.seeds import NOT_FINITE, Verdict
+from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.report import groups, several
+from narrowgauge.report.run_data import read_alone
+from narrowgauge.train import loop
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.settings import NO_RECIPE
+from narrowgauge.train.console import tell
+from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.parallel.ranks import under_torchrun
+from narrowgauge.train.run_folder import hold
+from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.study import room
+from narrowgauge.train.study.plan import Job, Study, StudyFolder, refuse_metric
+from narrowgauge.train.study.pool import Pool
+from narrowgauge.train.study.progress import Progress
+
+
+@dataclass(frozen=True)
+class Result:
+    """verdicts: on each recipe but the reference; [] if the study was stopped. failed: name of a run -> why."""
+
+    exit_code: int
+    verdicts: list[Verdict] = field(default_factory=list)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def run(study: Study) -> Result:
+    """Trains what is missing, judges, and writes the page.
+
+    Exit code 0, also where runs diverged, which is a result; 1 or 9 if some failed otherwise, which the next start tries again; 130 or
+    75 after a request to stop. Raises ConfigError, DataError and others before the first step, or when every run would fail alike; what
+    was trained stays.
+    """
+    _refuse_recipes(study)
+    if under_torchrun():
+        raise ConfigError("study: starts its own processes. Run it without torchrun.")
+    folder = StudyFolder(study.output)
+    with _claimed(folder), StopRequest() as stop:
+        stored = folder.stored()
+        folder.refuse(study, stored)
+        tell(f"Reading {study.config.data} ...")
+        config, task = loop.prepare(study.settings_of(study.jobs()[0]))
+        identity = dict(task.identity)
+        folder.refuse_data(stored, identity)
+        before = stored or {}
+        study = replace(study, metric=study.metric or before.get("metric", "") or task.best or "loss")
+        study = replace(study, margin=study.margin or before.get("margin", ""))
+        refuse_metric(study.config, study.metric)
+        del task
+        devices = room.devices(study.config.device)
+        jobs = study.jobs()
+        most = study.parallel or min(len(jobs), len(devices) or max(1, room.cores() // (study.config.threads or 1)))
+        facts = _facts(study, stored, config.steps, most)
+        facts["identity"] = identity
+        folder.write(facts, study.config)
+        _train(study, facts, config.steps, most, devices, stop)
+        if stop.requested:
+            tell("Continue: the same command.")
+            return Result(stop.exit_code)
+        return _conclude(study, folder, facts)
+
+
+def _refuse_recipes(study: Study) -> None:
+    """ConfigError for unknown names, two names of one recipe, and "auto"."""
+    known: dict[str, str] = {}
+    for name in study.recipes:
+        if name == recipes.AUTO:
+            raise ConfigError(
+                "recipes: 'auto' chooses by a measurement, so the runs of a study could differ in recipe. Name recipes."
+            )
+        full = name if name == NO_RECIPE else recipes.get(name).name
+        if full in known:
+            raise ConfigError(f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.")
+        known[full] = name
+
+
+@contextmanager
+def _claimed(folder: StudyFolder) -> Iterator[None]:
+    """The folder, made if need be, held by this process alone."""
+    with storage.refusals("use the study's folder", folder.path):
+        storage.make_folder(folder.path)
+        lock = open(folder.lock, "ab+", buffering=0)  # noqa: SIM115 (held as long as the body)
+    with lock:
+        hold(lock, folder.path)
+        storage.probe(folder.path)
+        yield
+
+
+def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -> dict[str, Any]:
+    """What study.json says. A run keeps its threads: another number of them sums in another order."""
+    before = stored or {}
+    config = study.config
+    threads = before.get("threads") or config.threads or max(1, room.cores() // most)
+    margins = list(dict.fromkeys([*before.get("margins", []), str(study.chosen_margin)]))
+    return before | {
+        "recipes": list(study.recipes), "seeds": list(study.seeds), "metric": study.metric, "margin": str(study.chosen_margin),
+        "margins": margins, "looks": before.get("looks", []), "threads": threads, "steps": steps, "failed": before.get("failed", {}),
+    }  # fmt: skip
+
+
+def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: list[str], stop: StopRequest) -> None:
+    """Trains what is missing; `facts` gets what failed."""
+    folder, jobs, threads = StudyFolder(study.output), study.jobs(), facts["threads"]
+    with Progress(jobs, steps, most) as progress:
+        progress.over = {job.name: why for job in jobs if (why := _over(job)) is not None}
+        missing = [job for job in jobs if job.name not in progress.over]
+        words = f"{len(progress.over)} of {len(jobs)} runs are done already; " if progress.over else ""
+        where = (
+            f"{len(devices)} GPU{'s' * (len(devices) > 1)}"
+            if devices
+            else f"{threads} thread{'s' * (threads > 1)} each"
+        )
+        if missing:
+            progress.say(f"{words}{len(missing)} to go, {min(most, len(missing))} at a time, {where}.")
+
+        def ask(job: Job, device: str) -> Path:
+            storage.make_folder(job.folder)
+            path = job.folder / "asked.toml"
+            storage.replace_file(path, toml.dump(study.settings_of(job, threads, device)))
+            return path
+
+        def ended(job: Job, why: str) -> None:
+            progress.end(job, why)
+            facts["failed"].pop(job.folder.name, None)
+            if why and why != NOT_FINITE:
+                facts["failed"][job.folder.name] = why
+            folder.write(facts, study.config)
+            left = len(jobs) - len(progress.over)
+            progress.say(f"{job.name}: {why or 'finished'}{f'; {left} to go' if left else ''}")
+
+        measured = None if devices or study.parallel else progress.peak_bytes
+        Pool(
+            most, devices, ask, measured, progress.show, ended, {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        ).run(missing, stop)
+
+
+def _over(job: Job) -> str | None:
+    """'' if a run has finished, NOT_FINITE if it ended so; None if there is something to do."""
+    if not (job.folder / "run.json").exists():
+        return None
+    _, why = groups.final(read_alone(job.folder), "loss")
+    return why if why in ("", NOT_FINITE) else None
+
+
+def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Result:
+    """The verdicts: printed, kept in the study's metrics.jsonl, and on the page."""
+    facts["looks"] = list(dict.fromkeys([*facts["looks"], len(study.seeds)]))
+    folder.write(facts, study.config)
+    found = several.of_study(folder.path)
+    verdicts = found.verdicts()
+    with MetricsLog(folder.metrics) as log:
+        numbers = [each.numbers() for each in verdicts]
+        log.write("study", facts["steps"], metric=found.metric, reference=found.groups[0].name, verdicts=numbers)
+        log.sync()
+    for each in verdicts:
+        print(
+            f"{each.runs.name}: {seeds_text.heading(each)}. {seeds_text.sentences(each)} {seeds_text.about_own_interval(each)}"
+        )
+    for words in several.limits(found, facts):
+        print(words)
+    tell(f"Report: {several.write(found, folder.path / 'report.html', facts)}")
+    failed = facts["failed"]
+    code = OutOfMemoryError.exit_code if failed and set(failed.values()) <= {"out of memory"} else int(bool(failed))
+    for name, why in failed.items():
+        tell(f"{name} failed: {why}. The same command tries it again.")
+    return Result(code, verdicts, failed)

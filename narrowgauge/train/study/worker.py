@@ -1,0 +1,61 @@
+"""One run of a study, in a process of its own: python -m narrowgauge.train.study.worker train SETTINGS.toml
+
+What `narrowgauge train` would do, with two differences. It resumes if its folder holds a run, and waits for a while if another process
+trains there yet: one that lost its study a moment ago. And it ends with its study: standard input is a pipe of the study's process, which
+closes when that process ends, by kill -9 too; the run then finishes its step and saves a checkpoint, as after SIGTERM.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from narrowgauge.errors import BusyError, ConfigError, NarrowgaugeError, OutOfMemoryError
+from narrowgauge.train.config import toml
+from narrowgauge.train.console import tell
+
+PATIENCE_S = 120.0
+POLL_S = 0.5
+
+
+def main(settings: Path) -> int:
+    threading.Thread(target=_end_with_study, daemon=True).start()
+    try:
+        return _run(settings)
+    except NarrowgaugeError as error:
+        tell(f"narrowgauge: {error}")
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        tell(f"narrowgauge: needs the package {error.name!r}. Run: pip install 'narrowgauge[train]'.")
+        return ConfigError.exit_code
+    except MemoryError as error:
+        tell(f"narrowgauge: out of memory: {error or 'no details'}. Lower batch_size.")
+        return OutOfMemoryError.exit_code
+
+
+def _end_with_study() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(settings: Path) -> int:
+    from narrowgauge.train import loop
+    from narrowgauge.train.run_folder import RunFolder
+
+    config = toml.load(settings)
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return loop.run(replace(config, resume=RunFolder(Path(config.output)).has_run()))
+        except BusyError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[2])))

@@ -1,0 +1,102 @@
+"""Models that name the class of a picture, and how pictures are prepared for them.
+
+From a folder, with its `preprocessor_config.json`; with `from_scratch` of its sizes alone; without one a Vision Transformer of the
+settings' sizes. Where no file says how, pictures are resized to the model's image_size, or 224, with values from -1 to 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import transformers
+
+from narrowgauge import data
+from narrowgauge.data.image_sizes import FILE
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.model import ModelClass, own_configuration, pretrained
+from narrowgauge.train.model_files import file_of
+
+IMAGE_CLASSIFIER = ModelClass(transformers.AutoModelForImageClassification, "model that classifies pictures", new=True)
+PLAIN_SIZE = 224  # pixels, where neither settings nor model say
+PATCH = 16  # pixels, of models that have none: what a run counts as a token of theirs
+
+
+def own_sizes(config: TrainConfig) -> Any:
+    """The configuration in the model's folder, or None without one."""
+    return own_configuration(config, IMAGE_CLASSIFIER) if config.model else None
+
+
+def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]]:
+    """What is done to pictures, and a note where the model's folder does not say it. ConfigError for what the model cannot read."""
+    sizes, notes = own_sizes(config), list[str]()
+    channels, own = getattr(sizes, "num_channels", 3), _pair(getattr(sizes, "image_size", None))
+    asked = _pair(config.image_size or None)
+    if asked and own and not config.from_scratch and asked != own:
+        raise ConfigError(
+            f"image_size = {config.image_size}: the model was trained on {own[0]} x {own[1]} pixels, a position for each patch. "
+            "Leave image_size out, or train --from-scratch."
+        )
+    path = file_of(config.model, FILE) if config.model else None
+    if path is not None:
+        found = data.Preprocessing.of_file(path, channels)
+        if asked:
+            found = replace(found, height=asked[0], width=asked[1], resize=asked)
+    else:
+        height, width = asked or own or (PLAIN_SIZE, PLAIN_SIZE)
+        found = replace(data.Preprocessing.plain(height, channels), width=width, resize=(height, width))
+        if config.model:
+            notes.append(
+                f"{config.model} has no {FILE}: pictures are resized to {height} x {width} pixels, with values from -1 to 1."
+            )
+    if own and not asked and (found.height, found.width) != own:
+        raise ConfigError(
+            f"{path}: makes pictures of {found.height} x {found.width} pixels, and the model reads {own[0]} x {own[1]}. Correct it, or "
+            "set image_size."
+        )
+    return found, notes
+
+
+def sizes_from(config: TrainConfig, preprocessing: data.Preprocessing) -> dict[str, Any]:
+    """What a model that starts at random takes from the pictures."""
+    size = (
+        preprocessing.height
+        if preprocessing.height == preprocessing.width
+        else (preprocessing.height, preprocessing.width)
+    )
+    if not config.model:
+        return {"image_size": size, "patch_size": config.patch_size, "num_channels": preprocessing.channels}
+    return {"image_size": size} if config.from_scratch and config.image_size else {}
+
+
+def image_model(config: TrainConfig, model_class: ModelClass) -> Any:
+    """In float32, on the CPU."""
+    if config.model:
+        return pretrained(config, model_class)
+    config, options = resolved(config), dict[str, Any](model_class.options)
+    height, width = _pair(options["image_size"]) or (0, 0)
+    if min(height, width) < config.patch_size:
+        raise ConfigError(
+            f"patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size."
+        )
+    sizes = transformers.ViTConfig(
+        hidden_size=config.hidden_size, num_hidden_layers=config.layers, num_attention_heads=config.heads,
+        intermediate_size=config.intermediate_size, **options,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(sizes)
+
+
+def patches_of(config: TrainConfig, preprocessing: data.Preprocessing) -> int:
+    """What counts as the tokens of a picture."""
+    own: Any = getattr(own_sizes(config), "patch_size", None) or PATCH if config.model else config.patch_size
+    height, width = _pair(own) or (PATCH, PATCH)
+    return max(1, (preprocessing.height // height) * (preprocessing.width // width))
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    """(height, width) of a number or of both."""
+    if size is None or isinstance(size, Mapping):
+        return None
+    height, *width = np.ravel(size).tolist()
+    return (int(height), int(width[0]) if width else int(height))

@@ -1,0 +1,136 @@
+"""Question answering from a text, as in SQuAD 1 and 2: the model gives every token of a window a score as first and as last of the answer.
+
+The loss is the mean of -log p of both over all windows; padding gets no share. Evaluation takes the best span over all windows of a
+question. "No answer" is a choice where questions without one are in the data: it is taken where its score is above the best span's.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForQuestionAnswering
+
+from narrowgauge import data
+from narrowgauge.data.batches import Indices
+from narrowgauge.data.heads import span_scores
+from narrowgauge.data.questions import KNOWN, OFFSETS, TEXT, nowhere_of
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Batch, Objective
+from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks.answers import Scores, Span, best_span, exact_match, f1
+from narrowgauge.train.tasks.reading import longest_example
+from narrowgauge.train.tasks.tables import TableTask
+from narrowgauge.train.tasks.task import Readings, total_of
+
+READER = ModelClass(AutoModelForQuestionAnswering, "model that answers questions", new=True)
+
+
+@dataclass
+class QuestionsTask(TableTask):
+    name: ClassVar[str] = "question-answering"
+    options: ClassVar[Mapping[str, Any]] = {}
+    default_metric: ClassVar[str] = "f1"
+
+    @classmethod
+    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+        longest = longest_example(config, READER, tokenizer)
+        if longest is not None and 2 * config.stride > longest:
+            raise ConfigError(
+                f"stride = {config.stride}: more than half of a window of {longest} tokens (max_length), which holds the question too. "
+                f"Set a smaller stride, as {longest // 4}."
+            )
+        columns = data.Questions(
+            question=config.question_column, context=config.context_column, answers=config.answers_column, stride=config.stride
+        )  # fmt: skip
+        return columns, READER
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        task = super().prepare(config)
+        sides = {"train": task.train, "validation": task.validation}
+        for name, part in sides.items():
+            task.known[f"{name}_questions"] = int((part.sizes(TEXT) > 0).sum())
+        task.known["unanswerable"] = sum(
+            int((part.numbers(KNOWN)[part.sizes(TEXT) > 0] == 0).sum()) for part in sides.values()
+        )
+        task.notes.append(task._words())
+        return task
+
+    def _words(self) -> str:
+        """What became of the questions, a sentence."""
+        known = self.known
+        unanswerable = known["unanswerable"]
+        words = (
+            f"{known['train_questions']:,} questions to learn and {known['validation_questions']:,} held out stand in "
+            f"{len(self.train):,} and {len(self.validation):,} windows"
+        )
+        return words + (
+            f"; {unanswerable:,} have no answer, so to say none is a choice."
+            if unanswerable
+            else "; all have an answer, so one is always given."
+        )
+
+    def together(self, part: data.Examples) -> Indices:
+        return np.cumsum(part.sizes(TEXT) > 0) - 1
+
+    def blank(self, width: int) -> dict[str, Any]:
+        return super().blank(width) | {"labels": (0, 0)}
+
+    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
+        forward = torch.compile(model) if self.config.compile else model
+        return Objective(forward, {}, "of the first and the last token of an answer", scores=_scores)
+
+    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+        first, last = example["labels"]
+        labels = np.full(len(example["input_ids"]), data.IGNORED)
+        labels[first : last + 1] = 0
+        return [data.coloured_sample(self.tokenizer, example["input_ids"], labels.tolist())]
+
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
+        found = readings(self.evaluation(model), _read)
+        targets = sum(count for _, (count, _) in found)
+        windows: dict[int, Scores] = {}
+        for places, (_, (_, rows)) in zip(self.evaluated_places, found, strict=True):
+            windows |= dict(zip(places, rows, strict=True))
+        return {"loss": total_of(found) / targets, "tokens": targets, **self._metrics(windows)}
+
+    def _metrics(self, windows: Mapping[int, Scores]) -> dict[str, float]:
+        """Exact match and F1 over the questions of the evaluation. windows: scores by the place of an example in `_evaluated`."""
+        part = self._evaluated
+        exact, shared = [], []
+        for places in np.split(np.arange(len(part)), np.flatnonzero(part.sizes(TEXT) > 0)[1:]):
+            known = json.loads(bytes(part.array(TEXT, int(places[0]))))
+            answer = self.answer(known["context"], {int(place): windows[int(place)] for place in places})
+            exact.append(exact_match(answer, known["answers"]))
+            shared.append(f1(answer, known["answers"]))
+        return {"exact_match": float(np.mean(exact)), "f1": float(np.mean(shared))}
+
+    def answer(self, context: str, windows: Mapping[int, Scores]) -> str:
+        """The text of the best span over the windows of a question, or '' for none."""
+        part, best, place_of_best, nothing = self._evaluated, Span(-np.inf, 0, 0), -1, np.inf
+        for place, scores in windows.items():
+            inside = part.array(OFFSETS, place).reshape(-1, 2)[:, 0] >= 0
+            span = best_span(scores, inside, self.config.answer_tokens)
+            if span is not None and span.score > best.score:
+                best, place_of_best = span, place
+            nothing = min(nothing, float(scores[:, nowhere_of(part.array("input_ids", place), self.tokenizer)].sum()))
+        if place_of_best < 0 or (self.known["unanswerable"] and nothing > best.score):
+            return ""
+        offsets = part.array(OFFSETS, place_of_best).reshape(-1, 2)
+        return context[offsets[best.first, 0] : offsets[best.last, 1]].strip()
+
+
+def _scores(output: Any, batch: Batch) -> Tensor:
+    return span_scores(output, batch["attention_mask"])
+
+
+def _read(batch: Batch, scores: Tensor | None) -> tuple[int, list[Scores]]:
+    """The targets of a batch, and of each window the scores [2, tokens]: 8 bytes for each token that an evaluation reads."""
+    assert scores is not None
+    rows, sizes = scores.float().cpu().numpy(), batch["attention_mask"].sum(1).tolist()
+    return data.valid_targets(batch), [row[:, :size].copy() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,123 @@
+"""The rows of a table as examples to train on and to validate on.
+
+A run trains on `data` and validates on `validation_data`, or on a share of the rows of `data`. The hash of a row's ids decides which:
+adding or reordering rows moves no other row, and copies of a row land on the same side. What hangs together (`Stored.group`: the
+questions on a text) does so too, and there the hash is that of the group.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from narrowgauge import data
+from narrowgauge.data.batches import Indices
+from narrowgauge.diagnose.format_text import plural
+from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.tasks.task import SPLIT_SEED
+
+FEW = 20  # examples to validate on; below, a note
+# Their first position has the number of the padding token plus one, so as many fewer tokens fit.
+OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"})
+
+
+def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any) -> int | None:
+    """max_length of the configuration, or the tokens that model and tokenizer know positions for; None: no limit is known."""
+    sizes = own_configuration(config, model_class)
+    positions = getattr(sizes, "max_position_embeddings", None)
+    if positions is not None and sizes.model_type in OFFSET_POSITIONS:
+        positions -= (sizes.pad_token_id or 0) + 1
+    if not config.max_length:
+        known = [number for number in (positions, tokenizer.model_max_length) if number is not None and number < 10**9]
+        return min(known, default=None)
+    if positions is not None and config.max_length > positions:
+        raise ConfigError(
+            f"max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less."
+        )
+    return config.max_length
+
+
+def read(
+    config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | None
+) -> tuple[data.Examples, data.Examples, dict[str, Any]]:
+    """The examples of both sides, encoded or from the cache, and what is known of them."""
+    limits = data.Limits(max_length=longest, too_long=config.too_long, no_target=config.no_target)  # type: ignore[arg-type]
+
+    def prepared(source: str) -> data.Examples:
+        cache = resolved(config).cache
+        return data.prepare_examples(source, task, tokenizer, cache=cache, limits=limits, header=header(config))
+
+    examples = held_out = prepared(config.data)
+    notes = list(examples.notes)
+    if config.validation_data:
+        held_out = prepared(config.validation_data)
+        train, validation = examples, held_out
+        split = f"all of {config.validation_data}"
+        notes += [f"Validation: {note}" for note in held_out.notes]
+    else:
+        train, validation = split_rows(examples, config.validation_fraction)
+        split = f"{config.validation_fraction:.4g} of the rows, by their hash"
+    notes += few_notes(len(validation))
+    content = [examples.summary["content_hash"], held_out.summary["content_hash"], repr(task), asdict(limits)]
+    summary = {
+        "source": examples.summary["source"],
+        "content_hash": hashlib.sha256(repr(content).encode()).hexdigest(),
+        "rows": examples.summary["rows"],
+        "train_examples": len(train),
+        "validation_examples": len(validation),
+        "train_tokens": int(train.tokens.sum()),
+        "validation_tokens": int(validation.tokens.sum()),
+        "longest": int(train.lengths.max()),
+        "max_length": longest,
+        "split": split,
+        "notes": notes,
+    }
+    return train, validation, summary
+
+
+def keys(examples: data.Examples) -> Iterator[bytes]:
+    """What decides the side of each example: what hangs together has one."""
+    if examples.group is None:
+        return (examples.array("input_ids", place).astype("<i8").tobytes() for place in range(len(examples)))
+    return (int(group).to_bytes(8, "little") for group in examples.group)
+
+
+def header(config: TrainConfig) -> list[str] | None:
+    return [name.strip() for name in config.columns.split(",")] if config.columns else None
+
+
+def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples, data.Examples]:
+    """(training, validation), by the hash of their ids."""
+    learnt, held_out = split_places(keys(examples), fraction, examples.summary["source"], "text")
+    return examples.select(learnt), examples.select(held_out)
+
+
+def split_places(contents: Iterator[bytes], fraction: float, source: str, what: str) -> tuple[Indices, Indices]:
+    """Places of (training, validation): one validates if the hash of its content, as a share of all hashes, is below `fraction`.
+
+    Of few, where that leaves a side empty, those with the smallest hashes validate. Raises DataError if all have one content.
+    """
+    digests = (hashlib.sha256(b"%d:" % SPLIT_SEED + content).digest() for content in contents)
+    draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
+    held_out = draws < fraction
+    if held_out.all() or not held_out.any():
+        held_out = draws <= np.sort(draws)[max(0, round(fraction * len(draws)) - 1)]
+    if held_out.all():
+        raise DataError(
+            f"{source}: {len(draws)} rows with one {what} cannot be split. Pass validation_data, or more rows."
+        )
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def few_notes(count: int) -> list[str]:
+    """A note on a validation set of few examples."""
+    if count >= FEW:
+        return []
+    return [
+        f"The validation loss is of {plural(count, 'example')} alone, too few to tell runs apart or to choose weights by. "
+        "Raise validation_fraction, or pass validation_data."
+    ]

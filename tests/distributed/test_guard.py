@@ -1,0 +1,66 @@
+"""Guarded loops on several ranks (exact): the bits of the unguarded run, and one verdict for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from tests.compare import assert_same
+from tests.distributed.models import build, micro_batch
+
+
+def _trained(wrap, recipe, guard, gradients, steps=9):
+    torch.manual_seed(0)
+    model = build(recipe)
+    finds = {"find_unused_parameters": recipe == "int4-hq-lss"}
+    model = (
+        DistributedDataParallel(model, **finds)
+        if wrap == "ddp"
+        else [fully_shard(each) for each in (*model, model)][-1]
+    )
+    ng.distribute(model, gradients=gradients)
+    optimizer = ng.optim.AdamW(model, states="8bit", lr=1e-3)
+
+    def step(batch):
+        loss = (model(batch) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        ng.advance(model)
+        optimizer.zero_grad()
+        return loss
+
+    guarded = ng.Guard("every=3,steps=3", model, optimizer, step) if guard else step
+    for number in range(steps):
+        guarded(micro_batch(number, dist.get_rank())[0])
+    states = [x for each in optimizer.state.values() for x in each.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    held = [getattr(each, "_local_tensor", each).detach().clone() for each in tensors]
+    return held, [(each["begun"], each["difference"], each["control"]) for each in guarded.events] if guard else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
+@pytest.mark.parametrize(("wrap", "gradients"), [("ddp", "16bit"), ("ddp", "fp8-lm"), ("fsdp", "fp8")])
+def test_ranks_go_on_undisturbed_and_come_to_one_verdict(ranks, wrap, gradients, recipe):
+    guarded = ranks(2)(_trained, wrap, recipe, True, gradients)
+    plain = ranks(2)(_trained, wrap, recipe, False, gradients)
+    for (held, _), (expected, _) in zip(guarded, plain, strict=True):
+        assert_same(held, expected)
+    events = guarded[0][1]
+    assert [begun for begun, *_ in events] == [3, 6] and guarded[1][1] == events
+    assert all(difference != 0 for _, difference, _ in events)
+
+
+def _refused():
+    model = DistributedDataParallel(build("int4-hq-lss"))
+    with pytest.raises(ConfigError, match="find_unused_parameters=True"):
+        ng.Guard("every=3,steps=3", model, torch.optim.AdamW(model.parameters()), print)
+
+
+def test_learned_steps_without_a_gradient_are_refused(ranks):
+    ranks(1)(_refused)
