@@ -4,7 +4,7 @@ A small Llama learns Python's sources (or --data FILE) under a recipe with the f
 Right is: the planted product alone is named, or, of a healthy run, that it is not the number format. One line per run is appended to
 results/debug_ladder.jsonl as soon as it is known.
 
-    python -m benchmarks.debug_ladder --steps 240 --seeds 0 1
+    python -m benchmarks.debug_ladder --steps 160 --data tinyshakespeare.txt
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COARSE = Gemm(lhs=Cast(format=E2M1), rhs=Cast(format=E2M1))
 
 
 def sick(product: str) -> recipes.Recipe:
-    """fp8-current with one product in E2M1 per tensor."""
+    """fp8-row with one product in E2M1 per tensor."""
     return dataclasses.replace(recipes.FP8_ROW.with_gemm(**{product: COARSE}), name=f"sick-{product}", save="original")
 
 
@@ -40,11 +40,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--faults", nargs="+", default=[*GEMMS, "none"])
     arguments = parser.parse_args()
     planted = {each: sick(each) for each in GEMMS}
     recipes.ALL = (*recipes.ALL, *planted.values())  # of this process alone
     for seed in arguments.seeds:
-        for fault in (*GEMMS, ""):
+        for fault in [each.replace("none", "") for each in arguments.faults]:
             with tempfile.TemporaryDirectory() as folder:
                 line = judged(fault, seed, arguments.steps, arguments.data, Path(folder))
             RESULTS.parent.mkdir(exist_ok=True)
