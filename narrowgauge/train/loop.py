@@ -3,6 +3,7 @@
 import os
 import shlex
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -141,7 +142,11 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
 def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks) -> None:
     """The first checkpoint of a branch, unless it has one."""
     if config.parent and not ranks.told_by_first(folder.has_run):
-        for line in ranks.first(lambda: branch.begin(config, folder, task)) or ():
+        alone = ranks.world == 1
+        begin = (
+            partial(branch.begin, config, folder, task) if alone else partial(branch.begin_apart, config, folder.path)
+        )
+        for line in ranks.first(begin) or ():
             tell(f"Branch of {config.parent}: {line}")
 
 

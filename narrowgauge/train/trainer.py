@@ -87,7 +87,9 @@ class Trainer:
         self.precision = precisions.get(config.precision)
         self.policy, why = self._policy()  # before the model takes memory
         # What recipe "auto" chose when the run began: a resumed run computes the same.
-        choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
+        choices = (
+            read_run(folder.run).get("auto") if folder.run.exists() and (folder.has_run() or config.parent) else None
+        )
         self.model = self._built(choices or None)
         self.feed = LeavingOut(task.feed(self.model))
         self.feed.share = ranks.layout.share(ranks.rank)
