@@ -91,7 +91,8 @@ class Verdict:
         if self.direction == "not finite":
             return "The loss in narrow numbers is not finite, and that of BF16 from the same state is."
         if self.name == WORSE:
-            hint = " Values that saturate can lower it at first." if self.direction == "lower" else ""
+            lower = " A lower loss is a departure too: values that saturate lower it at first, and weights may have grown used to a fault."
+            hint = lower if self.direction == "lower" else ""
             return f"The loss is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:.3g}.{hint}"
         if self.name == WITHIN:
             return f"The loss is within {margin} of that of BF16: {mean}, E = {self.e_within:.3g}."

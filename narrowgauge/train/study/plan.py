@@ -32,7 +32,7 @@ OF_RUNS = {"recipe": "--recipes", "seed": "--seeds"}  # settings that the study 
 NOT_OF_STUDIES = {
     "compare": "a study compares its recipes itself",
     "parallel": "each run of a study has one process",
-    "tensorboard": "",
+    "parent": "a study's runs begin at their first step, with the weights of their seed",
 }
 STORED = forms.record(
     {
@@ -96,8 +96,10 @@ class Study:
                 f"seeds x recipes = {len(self.seeds) * len(self.recipes)}: at most {MOST_RUNS:,} runs. Name fewer."
             )
         for key, why in NOT_OF_STUDIES.items():
-            if why and getattr(self.config, key):
-                raise ConfigError(f"{key} = {shown(getattr(self.config, key))}: {why}. Remove it.")
+            if value := getattr(self.config, key):
+                raise ConfigError(
+                    f"{key_of(TrainConfig.__dataclass_fields__[key])} = {shown(value)}: {why}. Remove it."
+                )
         if self.margin:
             Margin.parse(self.margin)
         if self.metric:

@@ -60,13 +60,15 @@ def run(study: Study) -> Result:
         config, task = loop.prepare(study.settings_of(study.jobs()[0]))
         identity = dict(task.identity)
         folder.refuse_data(stored, identity)
-        study = replace(study, metric=study.metric or (stored or {}).get("metric", "") or task.best or "loss")
+        before = stored or {}
+        study = replace(study, metric=study.metric or before.get("metric", "") or task.best or "loss")
+        study = replace(study, margin=study.margin or before.get("margin", ""))
         refuse_metric(study.config, study.metric)
         del task
         devices = room.devices(study.config.device)
         jobs = study.jobs()
         most = study.parallel or min(len(jobs), len(devices) or max(1, room.cores() // (study.config.threads or 1)))
-        facts = _facts(study, stored, config.steps, most, on_cpu=not devices)
+        facts = _facts(study, stored, config.steps, most)
         facts["identity"] = identity
         folder.write(facts, study.config)
         _train(study, facts, config.steps, most, devices, stop)
@@ -102,16 +104,15 @@ def _claimed(folder: StudyFolder) -> Iterator[None]:
         yield
 
 
-def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int, on_cpu: bool) -> dict[str, Any]:
+def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -> dict[str, Any]:
     """What study.json says. A run keeps its threads: another number of them sums in another order."""
     before = stored or {}
     config = study.config
-    threads = before.get("threads") or config.threads or (max(1, room.cores() // most) if on_cpu else 0)
+    threads = before.get("threads") or config.threads or max(1, room.cores() // most)
     margins = list(dict.fromkeys([*before.get("margins", []), str(study.chosen_margin)]))
-    looks = list(dict.fromkeys([*before.get("looks", []), len(study.seeds)]))
     return before | {
         "recipes": list(study.recipes), "seeds": list(study.seeds), "metric": study.metric, "margin": str(study.chosen_margin),
-        "margins": margins, "looks": looks, "threads": threads, "steps": steps, "failed": before.get("failed", {}),
+        "margins": margins, "looks": before.get("looks", []), "threads": threads, "steps": steps, "failed": before.get("failed", {}),
     }  # fmt: skip
 
 
@@ -161,6 +162,8 @@ def _over(job: Job) -> str | None:
 
 def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Result:
     """The verdicts: printed, kept in the study's metrics.jsonl, and on the page."""
+    facts["looks"] = list(dict.fromkeys([*facts["looks"], len(study.seeds)]))
+    folder.write(facts, study.config)
     found = several.of_study(folder.path)
     verdicts = found.verdicts()
     with MetricsLog(folder.metrics) as log:

@@ -36,6 +36,7 @@ def make_study(tmp_path):
         ({"margin": "0"}, "no margin"),
         ({"config": TrainConfig(compare="bf16")}, "compares its recipes itself"),
         ({"config": TrainConfig(parallel="fsdp=2")}, "one process"),
+        ({"config": TrainConfig(parent="runs/a@20")}, "from = 'runs/a@20'"),
         ({"seeds": tuple(range(6000))}, "at most 10,000 runs"),
     ],
 )
