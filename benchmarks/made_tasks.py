@@ -91,12 +91,8 @@ def save_encoder(folder: Path, auto: Any, seed: int, **options: Any) -> Path:
     )  # fmt: skip
     auto.from_config(sizes).save_pretrained(folder)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_max_length=64,
-    )
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
     fast.save_pretrained(folder)
     return folder

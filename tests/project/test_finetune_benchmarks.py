@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from benchmarks import cola_speed, cola_variants, cumulative, paired
+from benchmarks import cola_speed, cola_variants, cumulative, made_tasks, paired, tasks_beside_trainer
 from benchmarks.cumulative_row import area_under_roc
 from narrowgauge.data import Document
 from tests.train.tasks import folders
@@ -150,3 +150,16 @@ def test_the_cumulative_table(monkeypatch, place, tmp_path, capsys, kind):
     assert all(metric in line for line in lines.values())
     monkeypatch.setattr(cumulative, "measure_row", None)  # nothing is run again
     cumulative.main()
+
+
+@pytest.mark.parametrize("task", made_tasks.ROWS)
+def test_a_plain_script_scores_an_exported_model_as_the_run_did(task, here):
+    """Exact: windows, words, choices and metrics of two implementations."""
+    settings = {
+        "steps": 6, "batch_size": 8, "learning_rate": 5e-3, "warmup_steps": 1, "weight_decay": 0.0, "beta2": 0.999, "max_length": 32,
+        "stride": 8, "rows": 48, "held_out": 40,
+    }  # fmt: skip
+    found = tasks_beside_trainer.run(tasks_beside_trainer.OURS, 0, task, settings)
+    assert found["own_score"] == pytest.approx(found["score"], rel=1e-12)
+    plain = tasks_beside_trainer.run(tasks_beside_trainer.PLAIN, 0, task, settings)
+    assert 0 <= plain["score"] <= 1

@@ -11,7 +11,7 @@ together (micro). A sum over nothing gives 0. Tags without B- and I- mark no spa
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -49,7 +49,10 @@ class TaggingTask(TableTask):
 
     @classmethod
     def planned(cls, config: TrainConfig) -> TrainConfig:
-        return config
+        if config.classes:
+            return config
+        known = getattr(own_configuration(config, TAGGER), "num_labels", None) or 2
+        return replace(config, classes=",".join(f"tag {place}" for place in range(max(2, known))))
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:

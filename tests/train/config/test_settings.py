@@ -250,8 +250,6 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
         return st.sampled_from(["", "dp", "ddp=2", "dp=2, fsdp=4", "fsdp"])
-    if each.name == "guard":  # excludes others, and wants room in the steps: tests/diagnose/guard
-        return st.just("")
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "keep_float32":
@@ -291,11 +289,23 @@ def settle_the_task(drawn: dict) -> None:
         drawn |= {"max_length": max(2, drawn["max_length"])} if "max_length" in drawn else {}
 
 
+def settle_answers_tags_and_choices(drawn: dict) -> None:
+    if drawn["task"] in ("question-answering", "multiple-choice"):
+        drawn |= {name: drawn[name] or "c" for name in ("question_column", "context_column")}
+    if drawn["task"] == "question-answering":
+        drawn["too_long"] = "skip"
+    if drawn["task"] == "tagging":
+        drawn["classes"] = "" if drawn["classes"].strip().isdecimal() else drawn["classes"]
+        for key in ("tokens_column", "tags_column") if drawn["spans_column"] else ("text_column",):
+            del drawn[key]
+
+
 @st.composite
 def configurations(draw) -> TrainConfig:
     """Any valid configuration: values drawn at large, and those that depend on each other made to agree."""
     drawn = {each.name: draw(values(each)) for each in FIELDS}
     settle_the_task(drawn)
+    settle_answers_tags_and_choices(drawn)
     drawn.setdefault("batch_size", 16)
     drawn["guard"] = ""  # checks of its own: diagnose/guard/settings.py
     drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
@@ -308,6 +318,7 @@ def configurations(draw) -> TrainConfig:
     ):
         drawn["save"] = ""
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
+    drawn["on_spike"] = "" if drawn["cuda_graph"] else drawn["on_spike"]
     excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
     drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
     if drawn["step_in_backward"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16":

@@ -80,6 +80,12 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
     ("classes", {"task": "classification", "model": bert, "data": "nowhere.csv", "classes": "3", "precision": "fp32"}),
     (
+        "answers",
+        {"task": "question-answering", "model": bert, "data": "nowhere.json", "stride": 16, "precision": "fp32"},
+    ),
+    ("tags", {"task": "tagging", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"}),
+    ("choices", {"task": "multiple-choice", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"}),
+    (
         "pairs",
         {
             "task": "seq2seq",
@@ -103,7 +109,7 @@ def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path):
     planned = second_step(Counts(cpu_facts(), full=True).whole(source(config)))
     real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
     # Of classes a mask is counted, which transformers leaves out where it sees that nothing is padded: 11 KiB of 11 MiB.
-    assert planned == pytest.approx(real, rel=2e-3 if name == "classes" else 1e-3)
+    assert planned == pytest.approx(real, rel=2e-3 if made.get("model") and name != "pairs" else 1e-3)
     assert not (tmp_path / "never").exists()
 
 

@@ -58,6 +58,7 @@ def jobs(place):
         "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
         "questions": {
             "task": "question-answering", "model": place / "bert", "data": place / "questions.jsonl", "max_length": 24, "stride": 6,
+            "batch_size": 12,
         },
         "tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl"},
         "packed tags": {"task": "tagging", "model": place / "bert", "data": place / "tagged.jsonl", "packing": 64, "batch_size": 2},

@@ -11,6 +11,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train import loop
 from tests.train import tiny
 from tests.train.tasks import folders
+from tests.train.tasks.test_runs import AUTO
 
 FAST = {"batch_size": 16, "learning_rate": 5e-3, "warmup_steps": 6, "recipe": "fp8-row", "from_scratch": True}
 
@@ -21,7 +22,10 @@ def trained(make, job, **changes):
     assert loop.run(config) == 0
     folder = Path(config.output)
     known = json.loads((folder / "run.json").read_text("utf-8"))
-    assert "report.html" in {path.name for path in folder.iterdir()}
+    model, found = AUTO[config.task].from_pretrained(folder / "final", output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"] and (folder / "report.html").exists()
+    if "classes" in known["data"]:
+        assert list(model.config.id2label.values()) == known["data"]["classes"]
     return tiny.events(folder, "eval")[-1], known
 
 

@@ -60,7 +60,7 @@ def run_json(config):
     return json.loads(Path(config.output, "run.json").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", quick(JOBS[:7], JOBS))
 def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
     config = make(job, eval_every=2, **({"sample_tokens": 3} if job in ("completion", "t5") else {}))
     assert loop.run(config) == 0
@@ -165,7 +165,9 @@ def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
         assert loop.run(config) == 0
         steps = tiny.events(Path(config.output), "step")
         readings.append([event[key] for event in steps for key in ("loss", "grad_norm")])
-    assert readings[1] == pytest.approx(readings[0], rel=SAME) and readings[2] == pytest.approx(readings[0], rel=SAME)
+    # The gradients of a question's choices cancel to a thousandth at random weights: roundings of the terms, near one, are left.
+    same = {"rel": SAME, "abs": SAME if job == "choices" else None}
+    assert readings[1] == pytest.approx(readings[0], **same) and readings[2] == pytest.approx(readings[0], **same)
 
 
 def test_packed_rows_have_the_gradient_of_padded_ones(make):
@@ -267,7 +269,7 @@ def test_a_metric_that_the_evaluation_does_not_have(make, place, tmp_path):
         loop.run(config)
 
 
-@pytest.mark.parametrize("job", ["classification", "marian", "chat"])
+@pytest.mark.parametrize("job", ["classification", "marian", "chat", "questions"])
 def test_a_number_that_is_not_finite_stops_with_its_place(make, before_step, job):
     def spoil(trainer):
         with torch.no_grad():
