@@ -1,11 +1,11 @@
-"""Do question answering, tagging and multiple choice learn as much as a plain script on transformers.Trainer with the same settings?
+"""Does each task of `narrowgauge train` learn as much as a plain script on transformers.Trainer with the same settings?
 
     python -m benchmarks.tasks_beside_trainer [--seeds 0 1 2 3]
 
-Made data (`made_tasks`), an encoder of two layers, float32 Linears on both sides (recipe none), the same weights to begin with, rates,
-decay and steps; with --order length the same batches as well, else the Trainer shuffles while narrowgauge groups rows by length. Both
-models are scored by the plain script (`plain_trainer`), and what narrowgauge's own evaluation said of its model stands beside it. Seeds
-are paired; the interval is Student's.
+Made data (`made_tasks`, `plain_others`) and digits, models of two layers, float32 Linears on both sides (recipe none), the same weights to
+begin with, rates, decay and steps. With --order length the Trainer has the same batches as well (answers, tags and choices alone), else it
+shuffles rows while narrowgauge groups them by length. Both models are scored by the plain script (`plain_trainer`, `plain_others`), and
+what narrowgauge's own evaluation said of its model stands beside it. Seeds are paired; the interval is Student's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from benchmarks.made_tasks import ROWS, save_encoder, write
 from benchmarks.paired import Experiment, markdown, summarize
 
 PLAIN, OURS = "trainer", "narrowgauge"
-OWN_METRIC = {"question-answering": "f1", "tagging": "f1", "multiple-choice": "accuracy"}
+OTHERS = {"regression": "pearson", "image-classification": "accuracy", "seq2seq": "bleu"}  # in `plain_others`
+OWN_METRIC = {"question-answering": "f1", "tagging": "f1", "multiple-choice": "accuracy", **OTHERS}
 TAGS = ("O", "B-cold", "B-warm", "I-cold", "I-warm")
 
 
@@ -52,12 +53,16 @@ def run(recipe: str, seed: int, task: str, settings: dict[str, Any]) -> dict[str
     """One side of a pair; `recipe` is PLAIN or OURS. score: by the plain script; own_score: by narrowgauge's evaluation of its run."""
     import torch
 
-    from benchmarks import plain_trainer as plain
+    from benchmarks import plain_others, plain_trainer
 
+    plain: Any = plain_others if task in OTHERS else plain_trainer
     torch.set_num_threads(1)
     settings = settings | {"seed": seed}
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
+        if task in OTHERS:
+            folder, train, held_out = plain_others.prepare(task, place, seed, settings)
+            return _pair(plain, recipe, task, folder, train, held_out, place, settings)
         labels = (
             {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
             if task == "tagging"
@@ -68,23 +73,26 @@ def run(recipe: str, seed: int, task: str, settings: dict[str, Any]) -> dict[str
             write(place / "train.jsonl", task, settings["rows"], 1000 + seed),
             write(place / "held.jsonl", task, settings["held_out"], 1),
         )
-        if recipe == PLAIN:
-            model = plain.train(
-                task, folder, train, place / "out", settings, by_length(task, folder, train, place, settings)
-            )
-            found = plain.score(task, model, folder, held_out, settings)
-            return {"score": found, "own_score": found}
-        own = ours(task, folder, train, held_out, place / "run", settings)
-        model = plain.AUTO[task].from_pretrained(place / "run" / "final").eval()
-        return {"score": plain.score(task, model, folder, held_out, settings), "own_score": own}
+        return _pair(plain, recipe, task, folder, train, held_out, place, settings)
 
 
-def by_length(task: str, folder: Path, train: Path, place: Path, settings: dict[str, Any]) -> list[list[int]] | None:
-    """The examples of each step of narrowgauge's run; None for a Trainer that shuffles."""
+def _pair(
+    plain: Any, recipe: str, task: str, folder: Path, train: Path, held_out: Path, place: Path, settings: dict[str, Any]
+) -> dict[str, float]:
+    if recipe == PLAIN:
+        given = {"batches": by_length(task, folder, train, place, settings)} if settings["order"] == "length" else {}
+        model = plain.train(task, folder, train, place / "out", settings, **given)
+        found = plain.score(task, model, folder, held_out, settings)
+        return {"score": found, "own_score": found}
+    own = ours(task, folder, train, held_out, place / "run", settings)
+    model = plain.AUTO[task].from_pretrained(place / "run" / "final").eval()
+    return {"score": plain.score(task, model, folder, held_out, settings), "own_score": own}
+
+
+def by_length(task: str, folder: Path, train: Path, place: Path, settings: dict[str, Any]) -> list[list[int]]:
+    """The examples of each step of narrowgauge's run on answers, tags or choices."""
     from narrowgauge import data
 
-    if settings["order"] == "shuffled":
-        return None
     columns = {
         "question-answering": lambda: data.Questions(stride=settings["stride"]),
         "tagging": lambda: data.Tagging(tags=TAGS),
@@ -110,7 +118,10 @@ def ours(task: str, folder: Path, train: Path, held_out: Path, output: Path, set
         key: settings[key]
         for key in ("steps", "batch_size", "learning_rate", "warmup_steps", "weight_decay", "beta2", "seed")
     }
-    own = {"max_length": settings["max_length"], "stride": settings["stride"]} if task == "question-answering" else {}
+    from benchmarks import plain_others
+
+    own = plain_others.own_settings(task, settings)
+    own |= {"max_length": settings["max_length"], "stride": settings["stride"]} if task == "question-answering" else {}
     code = loop.run(TrainConfig(
         task=task, model=str(folder), data=str(train), validation_data=str(held_out), output=str(output), recipe="none",
         precision="fp32", threads=1, device="cpu", eval_every=0, checkpoint_every=0, tensor_every=0, best="none",
@@ -134,10 +145,10 @@ def interval(differences: list[float]) -> list[float]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.tasks_beside_trainer", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--tasks", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--tasks", nargs="+", choices=[*ROWS, *OTHERS], default=[*ROWS, *OTHERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--order", choices=("length", "shuffled"), default="length", help="batches of the Trainer")
+    parser.add_argument("--order", choices=("length", "shuffled"), default="shuffled", help="batches of the Trainer")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/tasks_beside_trainer"))
     parser.add_argument("--results", type=Path, default=RESULTS / "tasks_beside_trainer.jsonl")

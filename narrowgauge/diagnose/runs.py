@@ -39,7 +39,7 @@ STEP = {
 EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
-    **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)), "translate_s": SECONDS,
+    **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)),
     **dict.fromkeys(("pearson", "spearman"), number(-1.000001, 1.000001, finite=False)),
 }  # fmt: skip
 EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits

@@ -79,4 +79,12 @@ def trained_weights(model: nn.Module, best: Best) -> dict[str, Tensor]:
     Beside its shard rank 0 holds them once, and while it gathers them one tensor twice.
     """
     chosen = best.weights()
-    return gathered(model) if chosen is None else chosen
+    return gathered(model) if chosen is None else _as_tied(model, chosen)
+
+
+def _as_tied(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, where names of one parameter are one tensor, as in the model: shards read from the disk are a tensor for each name."""
+    first: dict[int, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+    return {name: weights[names.get(name, name)] for name in weights}

@@ -86,7 +86,7 @@ def notes_of(source: Source) -> Iterator[str]:
     config = source.config
     if source.shape.note:
         yield source.shape.note
-    if not config.model and not config.tokenizer:
+    if config.task == "text" and not config.model and not config.tokenizer:
         yield f"the vocabulary is taken as {config.vocab_size:,} words; a tokenizer trained on few texts has fewer"
     if config.micro_batches > MOST_MICRO_BATCHES:
         yield f"{MOST_MICRO_BATCHES} of {config.micro_batches} micro-batches are counted, the others are like the second"

@@ -12,7 +12,6 @@ texts of all rows, which are few. Ranks share the batches; of a model in shards 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,7 +75,7 @@ class Translation:
         again = ", and again with the products in 16 bits (eval_wide)" if twice else ""
         return (
             f"Each evaluation translates {len(self.examples):,} rows {how}{again}: up to {self.most} passes of one token each for every "
-            f"{self.rows} rows. The log says how long that takes (translate_s)."
+            f"{self.rows} rows."
         )
 
     def facts(self) -> dict[str, Any]:
@@ -101,12 +100,11 @@ class Translation:
             yield collate(sources) | {"labels": torch.tensor(places)}
 
     def scores(self, model: Any, readings: Readings, pad_id: int, multiple: int) -> dict[str, float]:
-        """bleu and chrf from 0 to 100, and the seconds that it took."""
-        begun_s = time.monotonic()
+        """bleu and chrf, from 0 to 100."""
         found = readings(self.batches(pad_id, multiple), self._texts, compute=self._writer(model))
         written = dict(pair for _, pairs in found for pair in pairs)
         texts = [written[place] for place in range(len(self.examples))]
-        return {**self.score(texts), "translate_s": time.monotonic() - begun_s}
+        return self.score(texts)
 
     def score(self, texts: Sequence[str]) -> dict[str, float]:
         return {

@@ -72,6 +72,7 @@ def test_pixels_come_in_the_numbers_of_every_precision(make, precision):
     assert all(math.isfinite(loss) for loss in tiny.losses(Path(config.output)).values())
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_to_the_bit_with_crops_and_flips(make, before_step):
     """Six steps are an epoch, so that the second stop is in the second one."""
     common = {
@@ -91,6 +92,7 @@ def test_stopped_and_resumed_to_the_bit_with_crops_and_flips(make, before_step):
     assert loop.run(still) == 0 and tiny.losses(Path(still.output)) != tiny.losses(right)
 
 
+@pytest.mark.slow
 def test_pictures_that_changed_do_not_go_on(make, before_step, place, tmp_path):
     data = shutil.copytree(place / "pictures", tmp_path / "own-pictures")
     config = make("pictures", data=data, learning_rate=1e-3)
@@ -101,6 +103,7 @@ def test_pictures_that_changed_do_not_go_on(make, before_step, place, tmp_path):
         loop.run(replace(config, resume=True))
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing_but_memory(make):
     readings = []
     for parts in (1, 4):
@@ -127,6 +130,7 @@ def test_without_a_model_a_vit_of_the_settings_sizes_starts_at_random(place, tmp
     assert facts["planned"].get("allocated_bytes", 0) > 2**20, facts["planned"]
 
 
+@pytest.mark.slow
 def test_a_table_with_its_own_validation_pictures(make, place, tmp_path):
     """Parquet with bytes to train on, JSONL with paths to validate on, of which an evaluation sees seven."""
     import pyarrow
@@ -154,6 +158,7 @@ def test_a_table_with_its_own_validation_pictures(make, place, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_epoch_shows_every_picture_once(make):
     config = make("pictures", epochs=2)
     assert loop.run(config) == 0
@@ -197,6 +202,7 @@ def test_settings_of_texts_are_refused_for_pictures():
         TrainConfig(task="image-classification", data="d", model="m", patch_size=8)
 
 
+@pytest.mark.slow
 def test_a_convolutional_network_trains_too(place, tmp_path):
     """ResNet, whose Linear is a head alone: nothing follows the recipe, but for a pattern that names it."""
     sizes = transformers.ResNetConfig(
