@@ -30,11 +30,11 @@ def trained(make, job, **changes):
 
 
 def test_answers_are_found_and_none_is_given_where_there_is_none(make, tmp_path):
-    """A stone is in no text: one question in four has no answer."""
+    """Which colour is the first: one text in four has none."""
     data = folders.first_things(tmp_path / "many.jsonl", 300)
     found, known = trained(make, "questions", data=data, steps=60, max_length=20)
     assert known["data"]["unanswerable"] == 75 and known["best"] == "f1"
-    assert found["exact_match"] > 0.9 and found["f1"] >= found["exact_match"]
+    assert found["exact_match"] > 0.85 and found["f1"] >= found["exact_match"]
 
 
 def test_tags_are_learnt(make, tmp_path):
