@@ -8,7 +8,8 @@ Every run is trained in its recipe, or with a fault of `planted_faults`. After w
 goes on in BF16 on the batches that the run itself sees next (at the first and every fourth check also with its batches in
 halves: the control). The difference of the mean loss over the second half of the stretch goes to `Evidence`. The truth beside it
 is a BF16 run of the same seed over all steps: what the run's validation loss, and its training loss over the last sixth on the same
-batches, end above BF16's. A run is worse in truth if both say so by 0.01. Finished runs are not repeated.
+batches, end above BF16's. One pair of so short runs differs by 0.01 from chance alone, so a recipe or fault is worse in truth
+where both means over the seeds say so by 0.01. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 400, "warmup": 40, "first": 80, "every": 40, "batch": 4, "length": 32, "rate": 3e-3, "hidden": 64, "layers": 2,
 }  # fmt: skip
 WORSE_IN_TRUTH = 0.01  # nats
+ENDS = ("tail", "validation")
 UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
 
 
@@ -165,25 +167,34 @@ class Continuation:
 def judged(results: Sequence[Figures]) -> list[Figures]:
     """A row per run: what `Evidence` says at each check, and the truth."""
     truth = {each["seed"]: each for each in results if each["recipe"] == "bf16"}
+    checked = [each for each in results if each["recipe"] not in UNCHECKED and each["seed"] in truth]
+    above = {
+        name: min(
+            statistics.fmean(above_bf16(each, truth)[key] for each in checked if each["recipe"] == name) for key in ENDS
+        )
+        for name in {each["recipe"] for each in checked}
+    }
     rows = []
-    for each in results:
-        if each["recipe"] in UNCHECKED:
-            continue
+    for each in checked:
         evidence = Evidence()
         checks = zip(each["differences"], each["references"], each["controls"], strict=True)
         verdicts = [evidence.add(difference, loss=loss, control=control) for difference, loss, control in checks]
         names = [verdict.name for verdict in verdicts]
-        truths = {key: each[key] - truth[each["seed"]][key] for key in ("tail", "validation")}
         rows.append(
             {
-                "run": each["recipe"], "seed": each["seed"], **{f"{key}_over_bf16": value for key, value in truths.items()},
-                "worse_in_truth": min(truths.values()) >= WORSE_IN_TRUTH, "differences": each["differences"],
+                "run": each["recipe"], "seed": each["seed"], "over_bf16": above_bf16(each, truth),
+                "worse_in_truth": above[each["recipe"]] >= WORSE_IN_TRUTH, "differences": each["differences"],
                 "controls": each["controls"], "margin": verdicts[-1].margin, "verdicts": names,
                 "alarmed": names.index(WORSE) + 1 if WORSE in names else None,
                 "certified": names.index(WITHIN) + 1 if WITHIN in names else None,
             }
         )  # fmt: skip
     return rows
+
+
+def above_bf16(figures: Figures, truth: dict[int, Figures]) -> dict[str, float]:
+    """The ends of a run minus those of the BF16 run of its seed, nats."""
+    return {key: figures[key] - truth[figures["seed"]][key] for key in ENDS}
 
 
 def chance(results: Sequence[Figures]) -> dict[str, str]:
@@ -194,7 +205,7 @@ def chance(results: Sequence[Figures]) -> dict[str, str]:
         f"{key} loss of bf16 in halves minus bf16": ", ".join(
             f"{ours[key] - theirs[key]:+.4f}" for ours, theirs in changed
         )
-        for key in ("tail", "validation")
+        for key in ENDS
     }
 
 
@@ -224,7 +235,7 @@ def _lines(rows: Sequence[Figures]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for row in sorted(rows, key=lambda row: ((*HEALTHY, *FOUR_BITS, *SICK).index(row["run"]), row["seed"])):
         differences = ", ".join(f"{1e4 * difference:+.0f}" for difference in row["differences"])
-        truth = f"{row['tail_over_bf16']:+.4f}, {row['validation_over_bf16']:+.4f}"
+        truth = f"{row['over_bf16']['tail']:+.4f}, {row['over_bf16']['validation']:+.4f}"
         yield f"| `{row['run']}` | {row['seed']} | {truth} | {differences} | {row['alarmed'] or '-'} | {row['certified'] or '-'} |"
 
 

@@ -19,11 +19,30 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 from narrowgauge.scaling import times_scale
+from narrowgauge.train.console import Console
+from narrowgauge.train.metrics import MetricsLog
 
 WHERE = {("output", "x"), ("output", "w"), ("grad_input", "gy")}
 
 
 Events = dict[tuple[str, str], tuple[str, dict[str, Any]]]  # (module, role) -> the kind of an event, and its fields
+
+
+class NonfiniteAmax:
+    """Logs amax readings that were not finite, once for each more."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], int] = {}
+
+    def report(self, step: int, counts: dict[tuple[str, str], int], log: MetricsLog, show: Console) -> None:
+        """counts: as `narrowgauge.conversion.nonfinite_amax` has them, of all stages."""
+        for (module, role), count in counts.items():
+            if count > self.counts.get((module, role), 0):
+                log.write("nonfinite_amax", step, module=module, role=role, count=count)
+                show.say(
+                    f"step {step}: amax of {role} in {module} was not finite in {count} steps; kept out of its window"
+                )
+        self.counts = counts
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.tasks.task import Compute
-from narrowgauge.train.tensor_stats import watched
+from narrowgauge.train.tensor_stats import NonfiniteAmax, watched
 from narrowgauge.train.watch import Watch
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
@@ -81,7 +81,7 @@ class Trainer:
         self.resumed_from = ""
         self.carried: dict[str, Any] = {}  # that a branch's checkpoints say of its parent
         self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
-        self.nonfinite_counts: dict[tuple[str, str], int] = {}
+        self.amax_log = NonfiniteAmax()
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
         self.policy, why = self._policy()  # before the model takes memory
@@ -250,7 +250,7 @@ class Trainer:
             if config.digest_every and self._is_due(config.digest_every):
                 self._compare_ranks()
             if self._is_due(config.log_every):
-                self._report_nonfinite_amax(show)
+                self.amax_log.report(self.step, self.parallel.of_all(nonfinite_amax(self.model)), self.log, show)
             self.watch.after_step(show)
             if self._is_due(config.eval_every):
                 self._evaluate(show)
@@ -475,17 +475,6 @@ class Trainer:
             f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
             "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'."
         )
-
-    def _report_nonfinite_amax(self, show: Console) -> None:
-        """Logs amax readings that were not finite; synchronises."""
-        counts = self.parallel.of_all(nonfinite_amax(self.model))
-        for (module, role), count in counts.items():
-            if count > self.nonfinite_counts.get((module, role), 0):
-                self.log.write("nonfinite_amax", self.step, module=module, role=role, count=count)
-                show.say(
-                    f"step {self.step}: amax of {role} in {module} was not finite in {count} steps; kept out of its window"
-                )
-        self.nonfinite_counts = counts
 
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:

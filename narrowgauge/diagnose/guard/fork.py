@@ -223,7 +223,9 @@ class _Present:
         norm = self._recorded(getattr(optimizer, "norm_before", None))
 
         def put_back() -> None:
-            state(), groups()
+            for name, again in (("state", state), ("param_groups", groups)):  # `load_state_dict` gives it others
+                if getattr(optimizer, name) is not (held := again()):
+                    setattr(optimizer, name, held)
             if isinstance(optimizer, NarrowOptimizer):
                 optimizer.norm_before = norm()
 

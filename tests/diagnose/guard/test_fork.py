@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -223,6 +224,23 @@ def test_groups_that_were_added_since_go_again():
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     taken.restore()
     assert [group["lr"] for group in training.optimizer.param_groups] == [1e-2]
+
+
+@pytest.mark.parametrize("optimizer", ["8bit", "adamw"])
+def test_a_state_that_was_loaded_since_goes_again(optimizer):
+    """As a run does that looks at an older checkpoint and goes on."""
+    training = Training(optimizer=optimizer)
+    training.train(1)
+    older = copy.deepcopy(training.optimizer.state_dict())
+    training.train(1)
+    taken, begin = Fork.take(training.model, training.optimizer), training.state()
+    losses, end = training.train(2), training.state()
+    training.optimizer.load_state_dict(older)
+    training.train(1)
+    taken.restore()
+    assert_same(training.state(), begin)
+    assert_same(training.train(2), losses)
+    assert_same(training.state(), end)
 
 
 def test_a_moved_model_is_refused():

@@ -123,7 +123,7 @@ def test_another_model_is_refused_before_anything_changes(other, words):
 def test_three_differences_are_named_and_the_others_counted(count, words):
     own = {name: torch.zeros(1) for name in "abcd"[:count]}
     with pytest.raises(CheckpointError, match=re.escape(f"a is missing; b is missing; {words}")):
-        state._refuse_other_model(own, {}, "here")
+        state.refuse_other_model(own, {}, "here")
 
 
 def test_a_plain_checkpoint_lacks_the_windows():
