@@ -48,7 +48,9 @@ def row_spread(gy: Tensor) -> Rows:
     """gy [T, N], any float dtype."""
     wide = _finite(gy)
     largest = wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    norms = (wide / largest).square().sum(1).sqrt().double() * largest[:, 0].double()  # no square leaves float32's range
+    norms = (wide / largest).square().sum(1).sqrt().double() * largest[
+        :, 0
+    ].double()  # no square leaves float32's range
     norms = norms.cpu()
     norms, count = norms[norms > 0], len(norms)
     if not len(norms):
