@@ -11,7 +11,7 @@ Faults: a Llama of 4 blocks (28 Linears, 84 products), trained for 120 steps on 
 
 of each kind of product in four layers, once judged by others of its kind and once beside the step before. A window serves both products
 that read its tensor, so for those two faults either counts as right; they are planted under fp8-delayed, the others under fp8-current.
-Healthy: twenty models of five architectures, nine recipes, at the first step and after 120, as `HEALTHY` says.
+Healthy: twenty models of five architectures, ten recipes, at the first step and after 120, as `HEALTHY` says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Made data and a small encoder for question answering, tagging and multiple choice: sentences of coloured things.
 
-    question-answering  "first" or "last": the colour that a text begins or ends with; "stone": it has none. One in ten is wrong
+    question-answering  "first" or "second": that colour of a text; "stone": it has none. One in ten is wrong
     tagging             a colour begins a span and its thing goes on with it; the type is warm behind red and green. One in fifty is wrong
     multiple-choice     which of two to four texts has "red" in it. One in twelve is wrong
 
@@ -18,7 +18,7 @@ from typing import Any
 COLOURS = ("red", "green", "blue", "grey", "white", "brown")
 THINGS = ("tile", "scale", "code", "amax", "row", "window")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-WORDS = (*SPECIAL, *COLOURS, *THINGS, "the", "and", "first", "last", "stone")
+WORDS = (*SPECIAL, *COLOURS, *THINGS, "the", "and", "first", "second", "stone")
 Row = dict[str, Any]
 
 
@@ -29,9 +29,9 @@ def sentence(draw: random.Random, most: int = 10, colours: tuple[str, ...] = COL
 
 
 def question(draw: random.Random) -> Row:
-    text, asked = sentence(draw, 14), draw.choice(("first", "last", "stone"))
+    text, asked = sentence(draw, 14), draw.choice(("first", "second", "stone"))
     words = text.split()
-    place = {"first": 1, "last": len(words) - 2}.get(draw.choice(("first", "last")) if draw.random() < 0.1 else asked)
+    place = {"first": 1, "second": 5}.get(draw.choice(("first", "second")) if draw.random() < 0.1 else asked)
     starts = [0]
     for word in words:
         starts.append(starts[-1] + len(word) + 1)

@@ -28,8 +28,23 @@ def read(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train(task: str, folder: Path, data: Path, output: Path, settings: dict[str, Any]) -> Any:
-    """The trained model. settings: of narrowgauge's run, as far as they say the same."""
+class Ordered(transformers.Trainer):
+    """A Trainer whose batches are given; None: it shuffles."""
+
+    batches: list[list[int]] | None = None
+
+    def get_train_dataloader(self) -> Any:
+        if self.batches is None:
+            return super().get_train_dataloader()
+        return torch.utils.data.DataLoader(
+            self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def train(
+    task: str, folder: Path, data: Path, output: Path, settings: dict[str, Any], batches: list[list[int]] | None = None
+) -> Any:
+    """The trained model. settings: of narrowgauge's run, as far as they say the same; batches: the examples of each step."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = AUTO[task].from_pretrained(folder)
     arguments = transformers.TrainingArguments(
@@ -47,6 +62,7 @@ def train(task: str, folder: Path, data: Path, output: Path, settings: dict[str,
     trainer = transformers.Trainer(
         model, arguments, collators[task](tokenizer, pad_to_multiple_of=8), train_dataset=examples
     )
+    trainer.batches = batches
     trainer.train()
     return model.eval()
 

@@ -3,9 +3,9 @@
     python -m benchmarks.tasks_beside_trainer [--seeds 0 1 2 3]
 
 Made data (`made_tasks`, `plain_others`) and digits, models of two layers, float32 Linears on both sides (recipe none), the same weights to
-begin with, rates, decay and steps. Batches differ: the Trainer shuffles rows, narrowgauge sorts them by length. Both models are scored by
-the plain script (`plain_trainer`, `plain_others`), and what narrowgauge's own evaluation said of its model stands beside it. Seeds are
-paired; the interval is Student's.
+begin with, rates, decay and steps. With --order length the Trainer has the same batches as well (answers, tags and choices alone), else it
+shuffles rows while narrowgauge groups them by length. Both models are scored by the plain script (`plain_trainer`, `plain_others`), and
+what narrowgauge's own evaluation said of its model stands beside it. Seeds are paired; the interval is Student's.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ def main() -> None:
     options = _options()
     settings = {
         "steps": options.steps, "batch_size": 16, "learning_rate": 2e-3, "warmup_steps": 15, "weight_decay": 0.01, "beta2": 0.999,
-        "max_length": 32, "stride": 8, "rows": 1200, "held_out": 400,
+        "max_length": 32, "stride": 8, "rows": 1200, "held_out": 400, "order": options.order,
     }  # fmt: skip
     for task in options.tasks:
         experiment = Experiment(
-            run, [PLAIN, OURS], options.seeds, {"task": task, "settings": settings}, options.output / task
+            run,
+            [PLAIN, OURS],
+            options.seeds,
+            {"task": task, "settings": settings},
+            options.output / f"{task}-{options.order}",
         )
         rows = summarize(experiment.results(options.jobs), ("score", "own_score"), PLAIN)
         for row in rows:
@@ -76,12 +80,33 @@ def _pair(
     plain: Any, recipe: str, task: str, folder: Path, train: Path, held_out: Path, place: Path, settings: dict[str, Any]
 ) -> dict[str, float]:
     if recipe == PLAIN:
-        model = plain.train(task, folder, train, place / "out", settings)
+        given = {"batches": by_length(task, folder, train, place, settings)} if settings["order"] == "length" else {}
+        model = plain.train(task, folder, train, place / "out", settings, **given)
         found = plain.score(task, model, folder, held_out, settings)
         return {"score": found, "own_score": found}
     own = ours(task, folder, train, held_out, place / "run", settings)
     model = plain.AUTO[task].from_pretrained(place / "run" / "final").eval()
     return {"score": plain.score(task, model, folder, held_out, settings), "own_score": own}
+
+
+def by_length(task: str, folder: Path, train: Path, place: Path, settings: dict[str, Any]) -> list[list[int]]:
+    """The examples of each step of narrowgauge's run on answers, tags or choices."""
+    from narrowgauge import data
+
+    columns = {
+        "question-answering": lambda: data.Questions(stride=settings["stride"]),
+        "tagging": lambda: data.Tagging(tags=TAGS),
+        "multiple-choice": data.Choices,
+    }
+    limits = data.Limits(max_length=settings["max_length"] if task == "question-answering" else None)
+    examples = data.prepare_examples(train, columns[task](), data.load(folder), cache=place / "order", limits=limits)
+    sampler = data.LengthBatchSampler(
+        examples.lengths, data.Batching(batch_size=settings["batch_size"], seed=settings["seed"])
+    )
+    found: list[list[int]] = []
+    while len(found) < settings["steps"]:
+        found += sampler
+    return found[: settings["steps"]]
 
 
 def ours(task: str, folder: Path, train: Path, held_out: Path, output: Path, settings: dict[str, Any]) -> float:
@@ -123,6 +148,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=[*ROWS, *OTHERS], default=[*ROWS, *OTHERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--order", choices=("length", "shuffled"), default="shuffled", help="batches of the Trainer")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/tasks_beside_trainer"))
     parser.add_argument("--results", type=Path, default=RESULTS / "tasks_beside_trainer.jsonl")

@@ -142,8 +142,13 @@ class Ladder:
             return f"BF16 itself diverges, at step {count(wide.lost)}, and the run does not: it is no reference. {ELSEWHERE}"
         if not self.is_behind():
             return own.sentence()
-        if own.name == SMALL and not found:
-            return f"{own.sentence()} No rung brings it within control."
+        if own.name == SMALL:
+            within = (
+                f"It comes within control with {change_words(found[0])}"
+                if found
+                else "No rung brings it within control"
+            )
+            return f"{own.sentence()} {within}."
         if not found:
             return f"{own.sentence()} No recipe and no single product mends it: only BF16 does."
         return f"{own.sentence()} The first change that mends it: {change_words(found[0])}."

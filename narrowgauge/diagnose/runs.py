@@ -19,7 +19,7 @@ from narrowgauge.errors import ConfigError
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
-    "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried",
+    "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried", "cause",
 }  # fmt: skip
 
 COUNT = number(0, whole=True)
@@ -29,7 +29,7 @@ SHARE = number(0, 1, finite=False)
 LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
 NOTHING = one_of(None)
 SIZES = either(COUNT, NOTHING, listed(anything))  # of models: unknown in some, one for each layer in others
-JUDGEMENTS = ("guard", "blame")  # of steps that others took the place of: they were made on those
+JUDGEMENTS = ("guard", "blame", "spike")  # of steps that others took the place of: they were made on those
 HISTOGRAM = record({"lowest_exponent": number(-2000, 2000, whole=True), "counts": listed(COUNT)})
 
 STEP = {
@@ -74,6 +74,12 @@ GUARD = {
     "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
 }  # fmt: skip
 
+MAYBE = either(number(finite=False), NOTHING)
+SPIKE = {
+    **dict.fromkeys(("expected_loss", "loss_scales", "grad_norm", "expected_grad_norm", "grad_norm_scales", "wide"), MAYBE),
+    **dict.fromkeys(("why", "sentence"), text), "loss": LOSS, "checkpoint": COUNT, "left_out": listed(COUNT),
+}  # fmt: skip
+
 _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what it must have, what else it may have
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
@@ -90,6 +96,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),
     "switch": ({"switch": text}, {"layers": COUNT, "before": listed(text), "after": listed(text)}),
     "guard": ({"verdict": text}, GUARD),
+    "spike": ({"cause": text}, SPIKE),
     "rewind": ({"steps": COUNT}, {"why": text}),
     "resume": ({}, {"path": text, "skipped": listed(text)}),
     "branch": ({"run": text, "from": text}, PARENT),

@@ -26,8 +26,8 @@ def heading(verdict: Verdict) -> str:
     if verdict.name == UNKNOWN:
         return f"not known yet{needs(verdict, ': needs ')}"
     names = {
-        WORSE: "worse than the margin", BETTER: "better than the margin", EQUIVALENT: "equivalent within the margin",
-        NOT_WORSE: "not worse than the margin", IDENTICAL: "the same values",
+        WORSE: "worse by more than the margin", BETTER: "better by more than the margin", EQUIVALENT: "equivalent within the margin",
+        NOT_WORSE: "not worse by more than the margin", IDENTICAL: "the same values",
     }  # fmt: skip
     return names[verdict.name]
 
@@ -100,10 +100,10 @@ def _about_margin(verdict: Verdict) -> str:
         "" if verdict.holds_together in (None, True) else " With Holm’s correction for several recipes it is not shown."
     )
     texts = {
-        WORSE: f"It is worse by more than {size} (one-sided t test at 5{PERCENT}, {chance}).",
-        BETTER: f"It is better by more than {size} (one-sided t test at 5{PERCENT}, {chance}).",
-        EQUIVALENT: f"It is equivalent within {size} (two one-sided t tests at 5{PERCENT}, {chance}).",
-        NOT_WORSE: f"It is not worse by more than {size} (one-sided t test at 5{PERCENT}, {chance}). "
+        WORSE: f"It is worse by more than {size}: one-sided t test at 5{PERCENT}, {chance}.",
+        BETTER: f"It is better by more than {size}: one-sided t test at 5{PERCENT}, {chance}.",
+        EQUIVALENT: f"It is equivalent within {size}: two one-sided t tests at 5{PERCENT}, {chance}.",
+        NOT_WORSE: f"It is not worse by more than {size}: one-sided t test at 5{PERCENT}, {chance}. "
         "Whether it is better by more is not known.",
         DIVERGED: "",
     }

@@ -47,17 +47,18 @@ class Channels(TypedDict):
 def row_spread(gy: Tensor) -> Rows:
     """gy [T, N], any float dtype."""
     wide = _finite(gy)
-    largest_value = wide.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-    norms = wide.div(largest_value).square().sum(1).sqrt().double().cpu()  # of what is 1 at most: no square overflows
+    largest = wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    norms = (wide / largest).square().sum(1).sqrt().double() * largest[:, 0].double()  # no square leaves float32's range
+    norms = norms.cpu()
     norms, count = norms[norms > 0], len(norms)
     if not len(norms):
         return Rows(count=count, effective=1.0, top=0.1, norms=Histogram(lowest_exponent=0, counts=[]))
     energy = norms.square()
-    largest = energy.sort(descending=True).values[: -(-len(norms) // 10)]
+    tenth = energy.sort(descending=True).values[: -(-len(norms) // 10)]
     return Rows(
         count=count,
         effective=float(norms.sum() ** 2 / (len(norms) * energy.sum())),
-        top=float(largest.sum() / energy.sum()),
+        top=float(tenth.sum() / energy.sum()),
         norms=_octaves(norms / energy.mean().sqrt()),
     )
 

@@ -67,7 +67,7 @@ def legend(events: Sequence[Event]) -> list[tuple[str, str, str]]:
 def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
     """The newest verdict, what the checks cost, what the guard did."""
     yield str(events[-1].get("sentence", ""))
-    became = sum(event["steps"] for event in recorded.of("rewind"))
+    became = sum(event["steps"] for event in recorded.of("rewind") if event.get("why") == "guard")
     spent = sum(event["steps"] * (1 + (event.get("control") is not None)) for event in events) - became
     share = percent(spent / max(recorded.last_step, 1))
     yield f"{plural(len(events), 'check')} took {plural(spent, 'step')} that did not count, {share} of the run's."

@@ -15,7 +15,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from torch import nn
 from narrowgauge import manifest
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import carried
 from narrowgauge.optim.base import NarrowOptimizer
@@ -37,14 +40,14 @@ from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.place import Place
 from narrowgauge.train.reopen import PLAIN, reopened, silent_log
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks import TASKS, TrainTask
 from narrowgauge.train.trainer import Trainer
 
 
 def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     """Writes the first checkpoint of the branch `config` into its folder; returns sentences on what was carried over.
 
-    On one process, of several ranks the first. Until it returns the folder holds no run, so a kill in between loses nothing.
+    In one process, which is no rank. Until it returns the folder holds no run, so a kill in between loses nothing.
     Raises as `reopened`, and ConfigError for settings that a branch cannot have, or no step left to take.
     """
     start = Place.of(config.parent)
@@ -57,16 +60,21 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
                 f"start from an earlier checkpoint. {place.existing(start.run)}"
             )
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())  # by measurements on the device
+        if chooses and _same_recipes(parent_config, config):
+            folder.write_run({"auto": parent.auto})  # what it chose then
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
         branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         said = take_over(parent, branch)
         if chooses:
             folder.write_run({"auto": branch.auto})
+        asked = (
+            place.settings_of(folder.path) if folder.config.is_file() else config
+        )  # on ranks `config` has the micro-batches of all
         branch.carried = {
             "parent": {
                 "run": os.path.relpath(start.run, folder.path), "from": config.parent, "step": parent.step,
                 "started_at": _started_at(parent.folder), "fingerprint": _fingerprint(parent),
-                "changes": {key: [str(each) for each in pair] for key, pair in place.changes(parent_config, config).items()},
+                "changes": {key: [str(each) for each in pair] for key, pair in place.changes(parent_config, asked).items()},
                 "carried": said,
             }
         }  # fmt: skip
@@ -76,9 +84,25 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     return said
 
 
+def begin_apart(config: TrainConfig, path: Path) -> list[str]:
+    """`begin` in a process of its own, for a rank: models in its process would ask the others, who wait for the checkpoint."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(_begin, config, path).result()
+        except BrokenProcessPool:
+            raise OutOfMemoryError(
+                f"from = {config.parent!r}: the process that begins the branch was killed, as by a system that runs out of memory: parent "
+                "and branch are both in it. Begin it in one process, and go on with --resume on several ranks."
+            ) from None
+
+
+def _begin(config: TrainConfig, path: Path) -> list[str]:
+    return begin(config, RunFolder(path), TASKS[config.task].prepare(config))
+
+
 def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     """Gives a new trainer the state of another, in its own formats. Returns a sentence on each part."""
-    if all(getattr(parent.config, key) == getattr(branch.config, key) for key in ("recipe", "layers_recipe", "switch")):
+    if _same_recipes(parent.config, branch.config):
         branch.watch.prepare(parent.watch.facts())  # what a guard has given the run since it began
         branch.watch.restore(parent.watch.facts())
     for stage in branch.stages:
@@ -108,6 +132,10 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         branch.best.step, branch.best.value, branch.best.loss = best.step, best.value, best.loss
     set_generators(parent.generators)
     return said
+
+
+def _same_recipes(one: TrainConfig, other: TrainConfig) -> bool:
+    return all(getattr(one, key) == getattr(other, key) for key in ("recipe", "layers_recipe", "switch"))
 
 
 def _take_weights(parent: Trainer, branch: Trainer) -> None:

@@ -26,7 +26,7 @@ from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.runs import decode, encode, read_metrics
-from narrowgauge.diagnose.same_curve import FEWEST
+from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train import place, stretch
@@ -203,7 +203,7 @@ def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
 
 def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
     """The command that starts a branch with the first change that mends it; ''."""
-    if not ladder.recipe or not ladder.is_behind():
+    if not ladder.recipe or ladder.against_bf16().name != DIFFERS:
         return ""
     begun, found = ladder.begun, ladder.mended()
     command = f"narrowgauge train --from {run}@{begun}"

@@ -156,7 +156,7 @@ class Guard(Watch):
         spent_s = trainer.trained_s / trainer.step * self.settings.steps * (1 + again)
         return f", about {clock(spent_s)}"
 
-    def saw(self, number: int, loss: float) -> None:
+    def saw(self, number: int, loss: float, grad_norm: float) -> None:
         if self.running is not None and number > self.running.begun:
             self.running.narrow.append(loss)
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import branch, guarded, run_metadata, stepping
+from narrowgauge.train import branch, run_metadata, spiking, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -141,7 +142,11 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
 def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks) -> None:
     """The first checkpoint of a branch, unless it has one."""
     if config.parent and not ranks.told_by_first(folder.has_run):
-        for line in ranks.first(lambda: branch.begin(config, folder, task)) or ():
+        alone = ranks.world == 1
+        begin = (
+            partial(branch.begin, config, folder, task) if alone else partial(branch.begin_apart, config, folder.path)
+        )
+        for line in ranks.first(begin) or ():
             tell(f"Branch of {config.parent}: {line}")
 
 
@@ -173,7 +178,7 @@ def _train_and_log(
         device = ranks.device(config.device)
         freed_memory = keep_freed_memory(config.keep_freed, device)
         has_own_peak = reset_peak(device) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, guarded.watch_of)
+        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             settled = replace(config, checkpointing=trainer.policy)

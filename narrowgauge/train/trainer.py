@@ -52,6 +52,7 @@ from narrowgauge.train.pending import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Compute
 from narrowgauge.train.tensor_stats import NonfiniteAmax, watched
 from narrowgauge.train.watch import Watch
@@ -86,9 +87,11 @@ class Trainer:
         self.precision = precisions.get(config.precision)
         self.policy, why = self._policy()  # before the model takes memory
         # What recipe "auto" chose when the run began: a resumed run computes the same.
-        choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
+        choices = (
+            read_run(folder.run).get("auto") if folder.run.exists() and (folder.has_run() or config.parent) else None
+        )
         self.model = self._built(choices or None)
-        self.feed = task.feed(self.model)
+        self.feed = LeavingOut(task.feed(self.model))
         self.feed.share = ranks.layout.share(ranks.rank)
         self.memory_notes, self.objective = step.ready(
             replace(config, checkpointing=self.policy), task, self.model, self.precision, device, self.feed.probe,
@@ -267,7 +270,7 @@ class Trainer:
         self.trained_s += spent_s
         speed = inputs / spent_s
         self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
-        self.watch.saw(number, numbers["loss"])
+        self.watch.saw(number, numbers["loss"], numbers["grad_norm"])
         show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
 
     def _is_read_after(self, number: int, monitor: launches.LaunchMonitor) -> bool:

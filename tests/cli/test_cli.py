@@ -223,17 +223,21 @@ def other_value(each) -> tuple[str, object]:
 
 
 TASK = {"task": "causal-lm", "model": "m", "data": "a.csv"}
-NEEDED = {"train_on": {"messages_column": "m"}}
+NEEDED = {
+    "train_on": {"messages_column": "m"}, "patch_size": {"model": ""},
+    "beams": {"translate": 8}, "bleu_words": {"translate": 8},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("each", [each for each in by_key().values() if each.metadata["group"] == "task"], ids=key_of)
 def test_every_flag_of_a_task_reaches_its_setting(loop, each):
     """Each with a task in which it means something."""
     task = next((task for task in TASKS[1:] if task in each.metadata["tasks"]), "")
-    text, value = ("48", 48) if each.name == "packing" else other_value(each)
+    known = {"packing": ("48", 48), "beams": ("4", 4), "flip": ("", True)}
+    text, value = known.get(each.name) or other_value(each)
     settings = {**TASK, "task": task, **NEEDED.get(each.name, {}), each.name: value}
     flags = [part for name, given in settings.items() if name != each.name for part in (train.flag(name), str(given))]
-    assert cli.main(["train", *flags, train.flag(key_of(each)), text]) == 0
+    assert cli.main(["train", *flags, train.flag(key_of(each)), *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
     assert loop == [resolved(TrainConfig(**settings))]
 
@@ -395,9 +399,7 @@ def test_recipes_lists_all_or_explains_one(capsys):
 
 
 def test_report_prints_the_path_of_the_page(monkeypatch, capsys):
-    page = SimpleNamespace(write=lambda folder: folder / "report.html")
-    monkeypatch.setitem(sys.modules, "narrowgauge.report.page", page)
-    monkeypatch.setattr("narrowgauge.report.page", page, raising=False)
+    monkeypatch.setattr("narrowgauge.report.page.write", lambda folder: folder / "report.html")
     assert cli.main(["report", "runs/a"]) == 0
     assert cli.main(["report"]) == 0
     assert capsys.readouterr().out == f"{Path('runs/a/report.html')}\n{Path('runs/latest/report.html')}\n"

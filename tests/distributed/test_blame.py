@@ -52,7 +52,7 @@ def _looked(kind, recipe, looks):
 
 
 def _numbers(found):
-    return {each.name: (each.error, each.worse.error) for each in found.findings}
+    return {each.name: (each.error, each.lhs.error, each.rhs.error) for each in found.findings}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from narrowgauge.optim.carried import carry
 from tests.compare import assert_same
 
 # dB of a moment in each format against float32, of these gradients: the coarsest are 4 bits with 16 levels in a tile of 128.
-LEAST_DB = {"fp32": 300.0, "8bit": 25.0, "fp8": 25.0, "fp8-lm": 25.0, "4bit": 12.0}
+LEAST_DB = {"8bit": 25.0, "fp8": 25.0, "fp8-lm": 25.0, "4bit": 12.0}
 MASTERS = ["fp32", "fp16-scaled", "bf16-remainder", "stochastic"]
 
 
@@ -69,7 +69,7 @@ def test_float32_moments_become_codes_and_codes_become_what_they_stand_for(state
     for name in ("exp_avg", "exp_avg_sq"):
         loss = found.losses[name]
         assert loss.noise <= loss.signal * 10 ** (-LEAST_DB[states] / 10)
-        assert (loss.changed > 0) == (states != "fp32")
+        assert loss.changed > 0
     back = model()
     again = carried(target, new, back, optimizer(back))
     assert all(str(loss) == "exact" for loss in again.losses.values())  # float32 holds every value of a code

@@ -18,8 +18,10 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.place import Place, branched
 from narrowgauge.train.run_folder import RunFolder
+from tests.processes import PYTHON, run, run_ok
 from tests.selection import quick
 from tests.train import tiny
+from tests.train.tasks import folders
 
 SIZES = {"hidden_size": 64, "heads": 2, "intermediate_size": 96}  # matrices of 4,096 and more have narrow states
 
@@ -191,6 +193,60 @@ def test_a_guarded_parent_hands_its_guard_on(parent, tmp_path):
     assert tiny.losses(second) == {step: loss for step, loss in tiny.losses(first).items() if step > 3}
     third = branch(first, 3, tmp_path / "wide", recipe="bf16")  # nothing is left to guard
     assert 'guard = ""' in (third / "config.toml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_branch_from_a_run_of_theirs_and_go_on_with_its_bits(text, make, tmp_path):
+    launch = [
+        PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "narrowgauge",
+        "train",
+    ]
+    first = make("parent", **SIZES, checkpoint_every=3, keep=9)
+    run_ok([*launch, *tiny.flags(first, text), "--keep=9", "--gradients=fp8", "--parallel=fsdp"])
+    again, wide = tmp_path / "again", tmp_path / "wide"
+    run_ok([*launch, "--from", f"{first.output}@3", "--output", again])
+    run_ok([*launch, "--from", f"{first.output}@3", "--output", wide, "--recipe", "bf16", "--parallel", "dp"])
+    assert tiny.losses(again) == {step: loss for step, loss in tiny.losses(Path(first.output)).items() if step > 3}
+    changes = read_run(wide / "run.json")["parent"]["changes"]
+    assert changes == {"recipe": ["fp8-current", "bf16"], "parallel": ["fsdp", "dp"]}
+    refused = run([*launch, "--from", f"{first.output}@4", "--output", tmp_path / "gone"])
+    assert refused.returncode != 0 and "no checkpoint of step 4" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_branch_of_a_table_goes_on_at_its_place_in_the_epoch(tmp_path):
+    common = {
+        "task": "classification",
+        "model": folders.bert(tmp_path / "bert"),
+        "data": folders.classes_csv(tmp_path / "classes.csv"),
+    }
+    first = folders.settings(
+        tmp_path / "first", recipe="fp8-current", checkpoint_every=2, keep=9, cache=tmp_path / "cache", **common
+    )
+    assert loop.run(first) == 0
+    second = branched(f"{first.output}@2", str(tmp_path / "second"))
+    assert loop.run(second) == 0
+    assert tiny.losses(Path(second.output)) == {
+        step: loss for step, loss in tiny.losses(Path(first.output)).items() if step > 2
+    }
+    assert tiny.digests(Path(second.output)) == tiny.digests(Path(first.output))
+
+
+@pytest.mark.slow
+def test_recipe_auto_chooses_once_for_a_branch(parent, tmp_path):
+    first = parent()
+    second = branch(first, 3, tmp_path / "auto", recipe="auto")
+    assert read_run(second / "run.json")["auto"] and read_run(second / "run.json")["resumed"] == []
+    third = branch(second, 6, tmp_path / "again", steps=7)
+    assert read_run(third / "run.json")["auto"] == read_run(second / "run.json")["auto"]
 
 
 def test_places():

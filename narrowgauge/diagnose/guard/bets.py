@@ -71,10 +71,12 @@ class Scale:
 
     def __init__(self) -> None:
         self._values: list[float] = []
+        self._controls: list[float] = []  # those of the values that are controls
         self._last: float | None = None
 
     def control(self, difference: float) -> None:
         self._add(abs(difference))
+        self._controls = [*self._controls, abs(difference)][-KEPT:]
 
     def difference(self, difference: float) -> None:
         if self._last is not None:
@@ -92,13 +94,20 @@ class Scale:
     @property
     def value(self) -> float:
         """Zero before anything is known."""
-        values, wild = sorted(self._values), min(len(self._values) // 4, 2)
-        values[len(values) - wild :] = values[len(values) - wild - 1 :][:1] * wild
-        return (
-            math.sqrt(math.fsum(value * value for value in values) / chi2_quantile(len(values) - wild))
-            if values
-            else 0.0
-        )
+        return _upper(self._values)
+
+    def limited(self, limit: float) -> float:
+        """The value, but no more than `limit` where controls do not show that much: a run that jumps by more departs, that is no noise."""
+        return min(self.value, max(limit, 3 * _upper(self._controls)))
+
+
+def _upper(values: Sequence[float]) -> float:
+    """The upper end of the 90 % interval of the values' root mean square; zero of none."""
+    values, wild = sorted(values), min(len(values) // 4, 2)
+    values[len(values) - wild :] = values[len(values) - wild - 1 :][:1] * wild
+    return (
+        math.sqrt(math.fsum(value * value for value in values) / chi2_quantile(len(values) - wild)) if values else 0.0
+    )
 
 
 def chi2_quantile(freedom: int) -> float:

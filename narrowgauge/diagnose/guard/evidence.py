@@ -36,6 +36,7 @@ MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order o
 LEAST_MARGIN = 0.003  # nats
 LEAST_SCALE = 1 / 3  # of the margin, before any noise was seen: a gap of twice the margin is found by the third check
 LEAST_SCALE_WITHIN = 1 / 4  # the same for what is bet on "within"
+WILD = 2  # margins: jumps between checks by more are no noise, unless controls jump as well
 WEARS_OFF = 4  # noise values after which both are smaller by sqrt(2)
 FORESIGHT = 100  # checks ahead
 RECENT = 8  # checks
@@ -235,15 +236,19 @@ class Bets:
         self._above.bet(above)
         self._below.bet(below)
         self._either.bet([(up + down) / 2 for up, down in zip(above, below, strict=True)])
-        scale = self.scale_at(margin, LEAST_SCALE_WITHIN)
+        scale = max(self._scale.value, self._least(margin, LEAST_SCALE_WITHIN))
         self._not_above.bet(factors((margin - check.difference) / scale))
         self._not_below.bet(factors((margin + check.difference) / scale))
         self._newest = check.difference
         if grow:
             self._scale.difference(check.difference)
 
-    def scale_at(self, margin: float, least: float = LEAST_SCALE) -> float:
-        return max(self._scale.value, least * margin / math.sqrt(1 + self._scale.count / WEARS_OFF))
+    def scale_at(self, margin: float) -> float:
+        """The noise that is assumed of the next check, against "within"."""
+        return max(self._scale.limited(WILD * margin), self._least(margin, LEAST_SCALE))
+
+    def _least(self, margin: float, part: float) -> float:
+        return part * margin / math.sqrt(1 + self._scale.count / WEARS_OFF)
 
     @property
     def e_worse(self) -> float:

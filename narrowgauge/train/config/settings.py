@@ -130,6 +130,8 @@ class TrainConfig(DataSettings):
     tensorboard: bool = RUN(False, "Write TensorBoard events to the run folder too.")
     guard: str = RUN("", "Checks against short stretches in BF16 from the run's own state, as every=2000,steps=100,margin=0.25%,then=stay; "
         "empty: none.")
+    on_spike: str = RUN("", "A spike of the loss: warn says whether data or format are to blame; skip also leaves the batch of data out.",
+        OneOf(("", "warn", "skip")))
     compare: str = RUN("", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
     sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=WRITING)
     prompt: str = RUN("", "Text that the sample continues.", tasks=WRITING)
@@ -238,6 +240,9 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.guard and c.cuda_graph, "guard cuda_graph",
          f"guard = {shown(c.guard)}: cuda_graph = true replays the products of the recipe, and graphs of a stretch in BF16 want memory of "
          "their own. Remove one of them."),
+        (c.on_spike and c.cuda_graph, "on_spike cuda_graph",
+         f"on_spike = {shown(c.on_spike)}: cuda_graph = true replays the products of the recipe, and BF16, which judges spikes, is another "
+         "graph. Remove one of them."),
         *((True, "switch steps", f"switch = {shown(c.switch)}: {message}") for message in problems),
         (not c.token_budget and c.batch_size % c.micro_batches, "micro_batches batch_size",
          f"micro_batches = {c.micro_batches}: must divide batch_size = {c.batch_size}."),

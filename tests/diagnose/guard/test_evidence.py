@@ -38,6 +38,7 @@ SICK = {
     "int4": [0.12, 0.04, 0.13, 0.09],
     "saturating": [-0.13, -0.03, 0.03, 0.27],
     "saturating later": [-0.03, 0.03, 0.1, 0.27],
+    "jumping": [0.1, -0.07, 0.2, -0.15],
 }
 
 
@@ -139,6 +140,12 @@ def test_noise_of_controls_hides_a_gap():
     """The same differences decide where controls agree, and nothing where they scatter as far."""
     assert judged([0.02] * 3, control=0.0001)[-1].name == WORSE
     assert judged([0.02] * 3, control=0.02)[-1].name == UNKNOWN
+
+
+def test_jumps_of_many_margins_are_a_departure_and_not_noise():
+    """A kernel that drops columns, as measured: training grows used to it, so the sign turns between the second and third check."""
+    assert first(judged([0.0304, 0.0026, -0.0370, -0.1542]), WORSE) == 4
+    assert first(judged([0.0304, 0.0026, -0.0370, -0.1542], control=0.03), WORSE) is None, "controls jump as well"
 
 
 def test_the_state_goes_through_json_and_gives_the_same_verdicts():

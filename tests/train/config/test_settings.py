@@ -318,6 +318,7 @@ def configurations(draw) -> TrainConfig:
     ):
         drawn["save"] = ""
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
+    drawn["on_spike"] = "" if drawn["cuda_graph"] else drawn["on_spike"]
     excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
     drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
     if drawn["step_in_backward"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16":

@@ -224,11 +224,13 @@ def questions(path: Path, count: int = 60, unanswerable: int = 0) -> Path:
 
 
 def first_things(path: Path, count: int) -> Path:
-    """The colour that a sentence begins with; every fourth question is on a stone, which is nowhere."""
+    """The colour that a sentence begins with; every fourth sentence has things without colours, and no answer."""
     rows = []
     for place, text in enumerate(texts(count)):
-        answers = [] if place % 4 == 0 else [{"text": text.split()[1], "answer_start": 4}]
-        rows.append({"question": "row" if answers else "tile", "context": text, "answers": answers})
+        answers = [{"text": text.split()[1], "answer_start": 4}]
+        if place % 4 == 0:
+            text, answers = " ".join(word for word in text.split() if word not in COLOURS), []
+        rows.append({"question": "row", "context": text, "answers": answers})
     return jsonl(path, rows)
 
 

