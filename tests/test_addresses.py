@@ -78,7 +78,7 @@ def test_every_registered_kernel_that_reads_memory_refuses_wrappers():
 
 
 def test_no_other_file_takes_an_address_or_starts_a_kernel():
-    """So that the next kernel cannot forget to ask; a checkpoint, and a count of what is allocated, compare the places of tensors.
+    """So that the next kernel cannot forget to ask; a checkpoint, a fork and a count of what is allocated compare the places of tensors.
 
     A replay compares them too, once wrappers were refused.
     """
@@ -89,7 +89,7 @@ def test_no_other_file_takes_an_address_or_starts_a_kernel():
             if words in text:
                 found.add(str(path.relative_to(PACKAGE)))
     assert holding["data_ptr()"] == {
-        "addresses.py", "ops/triton/replay.py", "plan/allocations.py", "train/checkpoint/store.py",
+        "addresses.py", "diagnose/guard/fork.py", "ops/triton/replay.py", "plan/allocations.py", "train/checkpoint/store.py",
     }  # fmt: skip
     spoken_of = {"ops/triton/__init__.py"}
     assert holding["enable_fp_fusion"] - spoken_of == {"ops/triton/launch.py", "ops/mm/triton.py"}

@@ -251,9 +251,11 @@ class QLinear(nn.Linear):
                 return self._forward_eagerly(x)
         if self._recipe is None or self.is_suspended:
             original = self.weight if carried is None else carried.original(self.weight)
-            if self._recipe is not None and not compiling and _multiplies_slowly(x, original):
-                return _in_float32(x, original, self.bias)
-            return nn.functional.linear(x, original, self.bias)
+            if self._recipe is None or compiling:
+                return nn.functional.linear(x, original, self.bias)
+            from narrowgauge.nn.suspended_linear import suspended_linear
+
+            return suspended_linear(x, original, self.bias)
         parameters = self._parameters  # a parametrized weight is none of them
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
@@ -528,20 +530,6 @@ def _out_dtype(x: Tensor) -> torch.dtype:
     if kind == "meta" or x.dtype == torch.float64:  # no autocast there; and as nn.Linear, it leaves float64 alone
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def _multiplies_slowly(x: Tensor, weight: Tensor) -> bool:
-    """Whether nn.Linear would multiply bfloat16 on a CPU without instructions for it."""
-    if x.device.type != "cpu" or _out_dtype(x) != torch.bfloat16 or device_facts("cpu", None).bf16_gemm:
-        return False
-    return torch.is_autocast_enabled("cpu") or x.dtype == weight.dtype
-
-
-def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What nn.Linear computes of bfloat16, by float32 products of the rounded operands: ten times faster there."""
-    addend = None if bias is None else bias.bfloat16().float()
-    with torch.autocast("cpu", enabled=False):
-        return nn.functional.linear(x.bfloat16().float(), weight.bfloat16().float(), addend).bfloat16()
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -63,8 +63,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @no_double_backward("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        context, wants, saved = ctx.context, ctx.wants, ctx.saved_tensors
-        asked = asked_for(ctx)
+        context, wants, saved, asked = ctx.context, ctx.wants, ctx.saved_tensors, asked_for(ctx)
         plan: LinearPlan = context.plan
         recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
         x = plan.x.kind(None, plan.x, context, wants, None)
@@ -72,23 +71,20 @@ class LinearFunction(torch.autograd.Function):
         w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
-        grad_input = grad_weight = grad_bias = x_step = w_step = None
+        grad_input = grad_weight = x_step = w_step = None
 
         if wants[0]:
             rotation = Rotation.draw(recipe.grad_input.rotate, gy, context.stream, "grad_input")
-            lhs, rhs = g.rows(rotation), w.cols(rotation, g)
-            d = _gradient("grad_input", lhs, rhs, context, ctx.x_dtype)
+            d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
-            lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
-            d = _gradient("grad_weight", lhs, rhs, context, dtype)
+            d = _gradient("grad_weight", g.cols(rotation, x), x.cols(rotation, g), context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d if d.dtype == dtype else d.to(dtype)
-        if ctx.bias_dtype is not None and asked[2]:
-            grad_bias = column_sums(gy, ctx.bias_dtype)
+        grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
             x_step = torch.zeros(1, device=gy.device)

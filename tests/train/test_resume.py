@@ -110,7 +110,7 @@ def test_a_request_after_the_step_had_looked_is_saved_too(make, monkeypatch):
         @property
         def requested(self):
             looks.append(1)
-            return "preempted" if len(looks) > 4 else ""  # two looks a step: before it, and whether to save
+            return "preempted" if len(looks) > 6 else ""  # three looks a step: twice before it, and whether to save
 
         @requested.setter
         def requested(self, value):

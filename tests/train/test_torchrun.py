@@ -197,7 +197,7 @@ def counted(config):
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 def test_ranks_share_the_validation_data(ranks, make, layout):  # noqa: F811
     """Five batches, of which each rank computes three: the sixth is one of them once more, and counts once."""
-    common = {"steps": 1, "eval_tokens": 5 * 64 - 7}
+    common = {"steps": 1, "eval_tokens": 5 * 64 - 7, "eval_wide": False}
     reference = make("reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
     config = make("ranks", parallel=layout, **common)
