@@ -142,6 +142,7 @@ def loss_figure(recorded: Recorded) -> str:
     marks = {
         "resumed": [event["step"] for event in recorded.of("resume")],
         "switched": [event["step"] for event in recorded.of("switch")],
+        "spike": [event["step"] for event in recorded.of("spike")],
         "loss not finite": [] if broken is None else [broken],
     }
     curves = [

@@ -83,7 +83,7 @@ def role(event: Event) -> str:
 
 
 def happenings(recorded: Recorded) -> list[str]:
-    """A sentence for each switch, resumption, reading of the GPU's idle time and non-finite amax, by step."""
+    """A sentence for each switch, resumption, spike, reading of the GPU's idle time and non-finite amax, by step."""
     found = []
     for event in recorded.of("switch"):
         if {"layers", "before", "after"} <= event.keys():
@@ -93,6 +93,7 @@ def happenings(recorded: Recorded) -> list[str]:
         skipped = ", ".join(event.get("skipped") or [])
         text = f"The run resumed from {event.get('path') or 'its beginning'}."
         found.append((event["step"], text + f" Passed over as corrupt: {skipped}." * bool(skipped)))
+    found += [(event["step"], event["sentence"]) for event in recorded.of("spike") if "sentence" in event]
     for event in recorded.of("launches"):
         if {"words", "advice"} <= event.keys():
             found.append((event["step"], " ".join([f"{event['words']}.", *event["advice"]])))

@@ -458,11 +458,13 @@ def test_what_happened_is_told_in_order(tmp_path):
         {"event": "switch", "step": 250, "switch": "bf16@81%"},  # as an earlier version wrote it
         {"event": "launches", "step": 30, "words": "the GPU was idle", "advice": ["Compile the model."]},
         {"event": "resume", "step": 5, "skipped": []},
+        {"event": "spike", "step": 8, "cause": "data", "sentence": "The loss jumped."},
     ]
     assert tables.happenings(recorded(tmp_path, listed)) == [
         "Step 5: The run resumed from its beginning.",
         "Step 7: An amax of the output gradients of m was not finite (5 readings, the last at step 9) and was kept out of the "
         "scaling window.",
+        "Step 8: The loss jumped.",
         "Step 30: the GPU was idle. Compile the model.",
         "Step 240: 14 layers went from nvfp4 to bf16.",
     ]
