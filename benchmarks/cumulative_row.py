@@ -323,7 +323,7 @@ def _metric(task: Task, model: Any, tokenizer: Any) -> dict[str, float]:
     import torch
 
     from narrowgauge.data import count_targets, step_loss
-    from narrowgauge.train.tasks.classification import Confusion
+    from narrowgauge.train.tasks.confusion import Confusion
 
     plain = Row(name="")
     examples = _examples(plain, task, tokenizer, "validation")

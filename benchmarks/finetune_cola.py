@@ -118,7 +118,7 @@ def evaluate(model: Any, path: Path, tokenizer: Any) -> float:
     """Matthews correlation on one part."""
     import torch
 
-    from narrowgauge.train.tasks.classification import Confusion
+    from narrowgauge.train.tasks.confusion import Confusion
 
     rows = sorted(read(path, tokenizer), key=lambda row: len(row[0]))
     model.eval()

@@ -70,7 +70,9 @@ class LmTasks:
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size, device=str(model.device))
+        # In bfloat16, lm-eval's default, the log of a probability has eight bits: no difference of formats would show.
+        options = {"batch_size": self.batch_size, "device": str(model.device), "softmax_dtype": "float32"}
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **options)
         seed_all(SEED)
         tasks = {"tasks": self.loaded, "groups": {}, "group_map": {}}
         found = evaluate(wrapped, tasks, limit=self.limit or None, bootstrap_iters=0)

@@ -272,6 +272,7 @@ def test_a_disk_holds_the_copies(tmp_path, plain):
 
 KILLED = """
 import os, sys, torch
+torch.set_num_threads(1)  # as in the tests: sums over rows are cut among threads
 from tests.diagnose.guard.test_loop import Loop
 folder, dies_at = sys.argv[1], int(sys.argv[2])
 loop = Loop(where=folder + "/copies")

@@ -113,7 +113,7 @@ def test_it_learns_to_translate_word_by_word(make, tmp_path):
     rows = [{"source": text, "target": " ".join(WORDS[word] for word in text.split())} for text in folders.texts(400)]
     config = make(
         "translated", data=folders.jsonl(tmp_path / "words.jsonl", rows), steps=250, batch_size=32, learning_rate=5e-3,
-        warmup_steps=20, recipe="fp8-row", translate=40, eval_every=125, best="bleu",
+        warmup_steps=20, recipe="fp8-row", translate=40, eval_every=125, best="bleu", max_length=128,
     )  # fmt: skip
     assert loop.run(config) == 0
     first, last = (event["bleu"] for event in tiny.events(Path(config.output), "eval"))
