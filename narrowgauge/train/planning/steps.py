@@ -65,7 +65,7 @@ class Source:
         task = replace(self.task, config=config)
         precision = precisions.get(config.precision)
         with nullcontext() if real else without_values():
-            model = build(config, partial(self.model, layers), place, self.shape.tokens, None)
+            model = build(config, lambda: _tied(self.model(layers)), place, self.shape.tokens, None)
         batch = {name: value.to(place) if real else torch.zeros_like(value) for name, value in given.items()}
         batch = task.align(batch, model)
         _, objective = step.ready(
@@ -98,6 +98,12 @@ def without_values() -> AbstractContextManager[Any]:
         from transformers.modeling_utils import no_init_weights
     context: AbstractContextManager[Any] = no_init_weights()
     return context
+
+
+def _tied(model: Any) -> Any:
+    """transformers ties weights where it draws them."""
+    model.tie_weights()
+    return model
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

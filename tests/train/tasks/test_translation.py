@@ -109,11 +109,12 @@ def test_settings_that_need_translations():
 
 @pytest.mark.slow
 def test_it_learns_to_translate_word_by_word(make, tmp_path):
-    """400 sentences of eleven words, 250 steps of fp8-row from random weights: BLEU from 0 to above 60."""
-    rows = [{"source": text, "target": " ".join(WORDS[word] for word in text.split())} for text in folders.texts(400)]
+    """400 sentences of up to six words, 250 steps of fp8-row from random weights: BLEU from 0 to above 60."""
+    texts = [" ".join(text.split()[:6]) for text in folders.texts(400)]
+    rows = [{"source": text, "target": " ".join(WORDS[word] for word in text.split())} for text in texts]
     config = make(
         "translated", data=folders.jsonl(tmp_path / "words.jsonl", rows), steps=250, batch_size=32, learning_rate=5e-3,
-        warmup_steps=20, recipe="fp8-row", translate=40, eval_every=125, best="bleu", max_length=128,
+        warmup_steps=20, recipe="fp8-row", translate=40, eval_every=125, best="bleu",
     )  # fmt: skip
     assert loop.run(config) == 0
     first, last = (event["bleu"] for event in tiny.events(Path(config.output), "eval"))
