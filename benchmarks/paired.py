@@ -51,7 +51,7 @@ class Experiment:
         return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
     def _file(self, recipe: str, seed: int) -> Path:
-        return self.output / f"{recipe}-seed{seed}.json"
+        return self.output / f"{recipe.replace('/', '+')}-seed{seed}.json"
 
 
 def summarize(results: Sequence[Figures], metrics: Sequence[str], reference: str) -> list[Figures]:
