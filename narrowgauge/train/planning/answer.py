@@ -112,7 +112,11 @@ class Answers:
 
     def changes(self) -> list[dict[str, Any]]:
         """What makes it fit: single techniques, else the cheapest that do together."""
-        single = ((each, after) for each in CHEAPEST_FIRST if (after := each.applied(self.config)) is not None)
+        single = (
+            (each, after)
+            for each in CHEAPEST_FIRST
+            if self._may_fit([each]) and (after := each.applied(self.config)) is not None
+        )
         fitting = list(islice(((after, each.words) for each, after in single if self._fits(after)), MOST_CHANGES))
         if not fitting:
             together = self._together()
@@ -144,13 +148,22 @@ class Answers:
         except ConfigError:  # does not go with the other settings, as building it shows
             return False
 
+    def _may_fit(self, techniques: list[Technique]) -> bool:
+        """Whether the run fits without all that these make smaller: else there is nothing to count."""
+        if not all(each.parts for each in techniques):
+            return True
+        smaller = {part for each in techniques for part in each.parts}
+        moments = self.counts.of(self.config).moments
+        least = max(sum(size for (part, _), size in each.parts.items() if part not in smaller) for each in moments)
+        return least <= self.room.usable
+
     def _together(self) -> tuple[TrainConfig, str] | None:
         taken = list[Technique]()
         for each in CHEAPEST_FIRST:
             if (after := _all(self.config, [*taken, each])) is None:
                 continue
             taken.append(each)
-            if self._fits(after):
+            if self._may_fit(taken) and self._fits(after):
                 break
         else:
             return None
@@ -158,7 +171,7 @@ class Answers:
         for each in sorted(taken[:-1], key=lambda one: (-one.numbers, -one.time)):
             without = [one for one in taken if one is not each]
             fewer = _all(self.config, without)
-            if fewer is not None and self._fits(fewer):
+            if fewer is not None and self._may_fit(without) and self._fits(fewer):
                 taken = without
         found = _all(self.config, taken)
         assert found is not None
