@@ -18,7 +18,8 @@ from dataclasses import replace
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.moments import Kind, Moment
 
-ERROR = {"fsdp": 0.10, "tp": 0.15, "pp": 0.20}  # not measured on GPUs; by what is left out
+# Two ranks of a CPU are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py); on GPUs nothing is measured, and NCCL's buffers are left out.
+ERROR = {"fsdp": 0.05, "tp": 0.05, "pp": 0.20}
 OF_BLOCK = re.compile(r"\.\d+$")
 OWNED = ("weights", "gradients", "states")
 
