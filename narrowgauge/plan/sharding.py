@@ -25,11 +25,20 @@ OWNED = ("weights", "gradients", "states")
 
 
 def divided(
-    whole: Forecast, layers: int, *, copies: int = 1, fsdp: int = 1, tp: int = 1, stages: int = 1, in_flight: int = 1
+    whole: Forecast,
+    layers: int,
+    *,
+    copies: int = 1,
+    fsdp: int = 1,
+    tp: int = 1,
+    stages: int = 1,
+    in_flight: int = 1,
+    steady: bool = True,
 ) -> Forecast:
     """What a rank needs. whole: of one process with a rank's batch and, with stages, a stage's layers.
 
     layers     blocks of each stack in `whole`; in_flight: micro-batches whose activations the first stage keeps
+    steady     whether new ones come while gradients are summed; else (no more than stages) each backward pass leaves one less
     """
     if fsdp * tp * stages == 1:
         return _in_buckets(whole) if copies > 1 else whole
@@ -44,7 +53,8 @@ def divided(
             size = parts.get((part, ""), 0)
             in_cut = size * cut // weights if weights else 0
             parts[part, ""] = (in_cut // tp + size - in_cut) // fsdp
-        parts = {kind: _saved(kind, size, tp, in_flight) for kind, size in parts.items()}
+        kept = in_flight if steady or moment.micro_batch == 1 else max(1, in_flight - 1)
+        parts = {kind: _saved(kind, size, tp, kept) for kind, size in parts.items()}
         if fsdp > 1 and moment.phase != "step":
             at_once = blocks if stages > 1 else 2 * whole.block_weights
             gathered = around - (cut - blocks) + (cut - blocks) // tp + at_once // tp

@@ -24,7 +24,7 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
-from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
+from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, SQRT, Technique, lines
 
 MOST_ROWS = 2**16
 MOST_CHANGES = 3  # that are told; each is enough alone
@@ -123,17 +123,20 @@ class Answers:
             fitting = [together] if together else []
         return [self._change(after, words) for after, words in fitting]
 
-    def _everything(self) -> TrainConfig:
+    def _everything(self, without: tuple[Technique, ...] = ()) -> TrainConfig:
         """The configuration with all that saves memory and goes with its settings."""
         everything = self.config
         for each in CHEAPEST_FIRST:
-            everything = each.applied(everything) or everything
+            everything = (None if each in without else each.applied(everything)) or everything
         return everything
 
     def _hopeless(self) -> bool:
-        """Whether not even everything makes it fit, so that counting single techniques is in vain."""
+        """Whether not even everything makes it fit, so that counting single techniques is in vain.
+
+        Segments come last: of blocks that are treated differently every layer is counted, which takes ten times as long.
+        """
         try:
-            return not self.room.fits(self.counts.of(self._everything()))
+            return not any(self.room.fits(self.counts.of(self._everything(left))) for left in ((SQRT,), ()))
         except ConfigError:
             return False
 

@@ -80,8 +80,9 @@ class Counts:
             found = self._of_one(source, layers, differing)
         in_flight = min(sizes.pp, source.config.micro_batches)
         found = divided(
-            found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight
-        )
+            found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight,
+            steady=source.config.micro_batches > sizes.pp,
+        )  # fmt: skip
         return replace(found, notes=(*found.notes, *notes_of(source)))
 
     def _of_one(self, source: Source, layers: int, differing: str) -> Forecast:
