@@ -36,7 +36,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy
+from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.stretch import Stretch, taken, undone
@@ -255,11 +255,7 @@ class Guard(Watch):
 
     def facts(self) -> dict[str, Any]:
         """As text, since a reference may have diverged, and JSON has no infinity."""
-        running = (
-            None
-            if self.running is None
-            else {**asdict(self.running), "every": self.settings.every, "steps": self.settings.steps}
-        )
+        running = self.running and {**asdict(self.running), "terms": terms(self.trainer, self.settings)}
         known = {
             "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
             "switched": self.switched, "stretch_steps": self.stretch_steps, "stretch_s": self.stretch_s,
@@ -281,11 +277,13 @@ class Guard(Watch):
         self.evidence.load_state_dict(known["checks"])
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
-        running = known["running"]
-        if running and (running.pop("every"), running.pop("steps")) == (self.settings.every, self.settings.steps):
+        running, self.running = known["running"], None
+        if running and running.pop("terms", None) == terms(self.trainer, self.settings):
             self.running = Running(**running)
         elif running:
-            tell("Note: the check that was under way is dropped, since the guard has other steps now.")
+            tell(
+                "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
+            )
 
     def saved(self) -> None:
         """A checkpoint of the run no longer needs what waited for the end of a check."""
