@@ -36,7 +36,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy
+from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.running_check import FirstStep, Running
@@ -238,7 +238,7 @@ class Guard(Watch):
     def facts(self) -> dict[str, Any]:
         """As text, since a reference may have diverged, and JSON has no infinity."""
         is_known = self.running is not None and self.first is None  # else the check begins anew
-        running = self.running.facts(self.settings) if self.running is not None and is_known else None
+        running = self.running.facts(terms(self.trainer, self.settings)) if self.running and is_known else None
         known = {
             "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
             "switched": self.switched, "stretch_steps": self.stretch_steps, "stretch_s": self.stretch_s,
@@ -260,10 +260,15 @@ class Guard(Watch):
         self.evidence.load_state_dict(known["checks"])
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
-        if known["running"] and (running := Running.of(known["running"], self.settings)) is not None:
-            self.running = running
-        elif known["running"]:
-            tell("Note: the check that was under way is dropped, since the guard has other steps now.")
+        if self.first is not None:
+            self.first.close()
+        self.running = self.first = None
+        if known["running"]:
+            self.running = Running.of(known["running"], terms(self.trainer, self.settings))
+        if known["running"] and self.running is None:
+            tell(
+                "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
+            )
 
     def saved(self) -> None:
         """A checkpoint of the run no longer needs what waited for the end of a check."""
