@@ -27,6 +27,7 @@ from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.format_text import percent, plural, size
 from narrowgauge.diagnose.guard.check import wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.refusals import is_narrow
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
@@ -156,18 +157,22 @@ class Guard(Watch):
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # it has the wider recipe already
+        if then and grows_into_steps(trainer.model, verdict):
+            then = WARN
+        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
         if then and self.verdicts[-2:-1] != [WORSE]:
             self._blame(show)
         if then and then != WARN:
             self._become(running, show)
         trainer.log.write("guard", trainer.step, **said, then=then, spent_s=running.spent_s)
-        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
 
     def _follows(self, verdict: Verdict, then: str) -> str:
         if verdict.name == REFERENCE:
             return " Lower the learning rate, or look at the data of these steps."
         if then == STAY:
             return " The run goes on in BF16 until the next check."
+        if then and grows_into_steps(self.trainer.model, verdict):
+            return f" {GROWN}"
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         return f" From here on the run has recipe {then}." if then else ""

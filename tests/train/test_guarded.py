@@ -99,7 +99,7 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     assert (begun, ended) == (8, 10)
     said = capfd.readouterr().err
     assert (
-        "step 10: guard: The loss is higher than that of BF16" in said
+        "step 10: guard: From the same state the loss is higher than that of BF16" in said
         and "goes on in BF16 until the next check" in said
     )
     assert "4 checks, 3 of them alarms; 4 steps that did not count, 20.0" in said
