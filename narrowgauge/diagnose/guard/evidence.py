@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowgauge.diagnose.guard.bets import ENOUGH, Bets
+from narrowgauge.diagnose.guard.bets import RunBets
 from narrowgauge.diagnose.guard.verdict import (
     FORESIGHT,
     GRADIENT,
@@ -85,7 +85,7 @@ class Evidence:
                 raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
         self.margin, self.least_margin = margin, least_margin
         self.checks: list[Check] = []
-        self._bets = _Both()
+        self._bets = RunBets()
 
     def add(
         self, difference: float, *, loss: float, control: float | None = None, same: float | None = None,
@@ -106,7 +106,7 @@ class Evidence:
     def _take(self, check: Check) -> None:
         self.checks.append(check)
         if self._counts(len(self.checks)):
-            self._bets.add(check, self.margin_at(check.loss))
+            self._bets.add(check.difference, _finite(check.same), self.margin_at(check.loss), check.control)
 
     def _counts(self, number: int) -> bool:
         return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
@@ -200,9 +200,8 @@ class Evidence:
 
     def _more_checks(self, newest: Check, mean: float | None, same: float | None) -> int | None:
         ahead, margin = copy.deepcopy(self._bets), self.margin_at(newest.loss)
-        like = Check(difference=math.nan if mean is None else mean, loss=newest.loss, control=None, same=same)
         for more in range(1, FORESIGHT + 1):
-            ahead.add(like, margin, grow=False)
+            ahead.add(math.nan if mean is None else mean, same, margin, grow=False)
             if ahead.verdict()[0] != UNKNOWN:
                 return more
         return None
@@ -213,40 +212,9 @@ class Evidence:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the checks and judges them again, by the margins of this object."""
-        self.checks, self._bets = [], _Both()
+        self.checks, self._bets = [], RunBets()
         for check in state["checks"]:
             self._take(Check(**check))
-
-
-class _Both:
-    """The bets on both numbers of a run. Where no check had a first step, those on the stretch alone."""
-
-    def __init__(self) -> None:
-        self.stretch, self.same = Bets(), Bets()
-
-    def add(self, check: Check, margin: float, *, grow: bool = True) -> None:
-        self.stretch.add(check.difference, margin, check.control, grow=grow)
-        if (same := _finite(check.same)) is not None:
-            self.same.add(same, margin, grow=grow)
-
-    @property
-    def _judged(self) -> list[Bets]:
-        return [self.stretch, self.same] if self.same.checks else [self.stretch]
-
-    @property
-    def e_worse(self) -> float:
-        return statistics.fmean(each.e_worse for each in self._judged)
-
-    @property
-    def e_within(self) -> float:
-        return min(each.e_within for each in self._judged)
-
-    def verdict(self) -> tuple[str, str, str]:
-        """Name, what it was seen on, direction."""
-        if self.e_worse >= ENOUGH:
-            loudest = max(self._judged, key=lambda each: each.e_worse)
-            return WORSE, STRETCH if loudest is self.stretch else SAME_WEIGHTS, loudest.direction()
-        return (WITHIN if self.e_within >= ENOUGH else UNKNOWN), "", ""
 
 
 def _finite(value: float | None) -> float | None:
