@@ -8,7 +8,7 @@ also a random slope: chaos pulls two continuations apart at a pace of their own.
 same process, `control` times as wide. All lengths are in margins: `deviation` is that of a check's noise, `gap` the expected
 difference. `between` is the correlation of neighbouring checks, `tails` the degrees of freedom of Student's t in their noise.
 The number on the same weights is drawn beside it, as wide and with the same gap if nothing else is said (`same_deviation`, `same_gap`):
-one batch at each check, so it does not depend on the one before.
+one batch at each check, so it does not depend on the one before, and PAIRS values with its noise.
 
 The hypothesis of "worse" is true where both |gap| <= 1; that of "within" is false where one |gap| >= 1.
 """
@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.harness import RESULTS, record
 from narrowgauge.diagnose.guard.bets import ENOUGH, RunBets
+from narrowgauge.diagnose.guard.check import PAIRS
 
 CHECKS = 20
 STEPS = 100
@@ -136,8 +137,8 @@ def _share(firsts: list[int], by: int) -> float:
 def first_verdicts(differences: Any, controls: Any, same: Any) -> Mapping[str, int]:
     """The first check at which E is enough, 0 for none; the margin is 1."""
     bets, found = RunBets(), {"worse": 0, "within": 0}
-    for number, (difference, control, first) in enumerate(zip(differences, controls, same, strict=True), 1):
-        bets.add(difference, first, 1.0, None if math.isnan(control) else control)
+    for number, (difference, control, (first, *noise)) in enumerate(zip(differences, controls, same, strict=True), 1):
+        bets.add(difference, first, 1.0, None if math.isnan(control) else control, noise)
         for name, e_value in (("worse", bets.e_worse), ("within", bets.e_within)):
             if e_value >= ENOUGH and not found[name]:
                 found[name] = number
@@ -145,7 +146,7 @@ def first_verdicts(differences: Any, controls: Any, same: Any) -> Mapping[str, i
 
 
 def drawn(case: Case, runs: int, source: Any) -> Iterator[Any]:
-    """Differences, controls and differences on the same weights, [runs, CHECKS] in margins; a check without control has NaN."""
+    """Differences and controls [runs, CHECKS] in margins; a check without control has NaN. Those on the same weights and their noise."""
     noise = np.stack([stretches(case, runs, source) for _ in range(CHECKS)], 1)
     if case.tails < math.inf:
         noise = _noise(case, noise.shape, source)
@@ -158,9 +159,10 @@ def drawn(case: Case, runs: int, source: Any) -> Iterator[Any]:
     for check in range(0, CHECKS, 4):
         controls[:, check] = case.control * case.deviation * stretches(case, runs, source)
     yield controls.tolist()
-    noise = _noise(case, (runs, CHECKS), source)
-    gap = case.gap if case.same_gap is None else case.same_gap
-    yield ((case.deviation if case.same_deviation is None else case.same_deviation) * noise + gap).tolist()
+    noise = _noise(case, (runs, CHECKS, 1 + PAIRS), source)
+    noise *= case.deviation if case.same_deviation is None else case.same_deviation
+    noise[:, :, 0] += case.gap if case.same_gap is None else case.same_gap
+    yield noise.tolist()
 
 
 def _noise(case: Case, shape: tuple[int, ...], source: Any) -> Any:

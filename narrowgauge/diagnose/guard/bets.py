@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from narrowgauge.diagnose.guard.verdict import SAME_WEIGHTS, STRETCH, UNKNOWN, WITHIN, WORSE
 
@@ -117,10 +117,10 @@ class Bets:
         self._not_above, self._not_below = Money(), Money()
         self._newest = 0.0
 
-    def add(self, difference: float, margin: float, control: float | None = None, *, grow: bool = True) -> None:
-        """grow=False leaves the scale as it is."""
-        if control is not None and math.isfinite(control):
-            self._scale.control(control)
+    def add(self, difference: float, margin: float, controls: Iterable[float] = (), *, grow: bool = True) -> None:
+        """controls: what has the scale of this check's noise, and no more. grow=False leaves the scale as it is."""
+        for each in filter(math.isfinite, controls):
+            self._scale.control(each)
         scale = self.scale_at(margin)
         above, below = factors((difference - margin) / scale), factors((-difference - margin) / scale)
         self._above.bet(above)
@@ -166,12 +166,13 @@ class RunBets:
         self.stretch, self.same = Bets(), Bets()
 
     def add(
-        self, difference: float, same: float | None, margin: float, control: float | None = None, *, grow: bool = True
-    ) -> None:
-        """One check; control: of the stretch. grow=False leaves the scales as they are."""
-        self.stretch.add(difference, margin, control, grow=grow)
+        self, difference: float, same: float | None, margin: float, control: float | None = None, noise: Iterable[float] = (),
+        *, grow: bool = True,
+    ) -> None:  # fmt: skip
+        """One check; control, noise: of the stretch, and on the same weights. grow=False leaves the scales as they are."""
+        self.stretch.add(difference, margin, () if control is None else (control,), grow=grow)
         if same is not None:
-            self.same.add(same, margin, grow=grow)
+            self.same.add(same, margin, noise, grow=grow)
 
     @property
     def _judged(self) -> list[Bets]:

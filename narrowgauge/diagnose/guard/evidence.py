@@ -20,9 +20,10 @@ and which weights have another gradient in that first step (same_weights.py).
                median). Nothing can be judged there, and the check does not count.
 
 The margin is a share of the reference's loss, and at least so many nats: "different" is not yet "worse". The scale of the noise is
-that of controls (of the stretch alone) and of steps between neighbouring differences (bets.py), and not below a part of the margin, which
-shrinks as they become more. The verdict holds at every look: a healthy run is called worse in at most 5 % of runs, over all its checks
-together. Checks belong after warm-up: while the loss falls steeply, sound recipes lag by more than the margin and catch up later.
+that of controls and of steps between neighbouring differences (bets.py), and not below a part of the margin, which shrinks as they become
+more. On the same weights the steps that follow take the place of controls (check.py). The verdict holds at every look: a healthy run is
+called worse in at most 5 % of runs, over all its checks together. Checks belong after warm-up: while the loss falls steeply, sound
+recipes lag by more than the margin and catch up later.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ class Check:
     loss        the reference's mean loss there
     control     of two stretches in BF16, or None
     same        the difference on the same weights, or None
+    noise       values with the scale of its noise
     outside     weights whose gradient is another, with its slope; None: gradients were not seen
     """
 
@@ -68,6 +70,7 @@ class Check:
     loss: float
     control: float | None
     same: float | None = None
+    noise: Sequence[float] = ()
     outside: Mapping[str, float] | None = None
 
 
@@ -89,7 +92,7 @@ class Evidence:
 
     def add(
         self, difference: float, *, loss: float, control: float | None = None, same: float | None = None,
-        outside: Mapping[str, float] | None = None,
+        noise: Sequence[float] = (), outside: Mapping[str, float] | None = None,
     ) -> Verdict:  # fmt: skip
         """The verdict after one more check.
 
@@ -97,16 +100,18 @@ class Evidence:
         loss        mean loss of wide there
         control     the same difference between two wide continuations that round differently, if this check has one
         same        loss of narrow minus wide at the first step, which both take from the same weights
+        noise       how far such differences scatter from batch to batch: deviations of that size
         outside     weights whose gradient at that step is not that of wide, with their slopes, worst first; None: not seen
         NaN and infinity may be passed.
         """
-        self._take(Check(difference=difference, loss=loss, control=control, same=same, outside=outside))
+        self._take(Check(difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside))
         return self.verdict()
 
     def _take(self, check: Check) -> None:
         self.checks.append(check)
         if self._counts(len(self.checks)):
-            self._bets.add(check.difference, _finite(check.same), self.margin_at(check.loss), check.control)
+            margin = self.margin_at(check.loss)
+            self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise)
 
     def _counts(self, number: int) -> bool:
         return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
