@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from tests.train import tiny
+from tests.train.killed_guard import SICK, hurt
+from tests.train.test_loop import installed  # noqa: F401
 
 CHOICES = """task: words
 dataset_path: json
@@ -67,6 +70,22 @@ def task_files(tmp_path):
     ]
     (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder
+
+
+@pytest.mark.slow
+def test_a_run_that_its_guard_has_widened_scores_as_it_did(make, installed):  # noqa: F811
+    installed(hurt)
+    guard = "every=4,steps=2,margin=0.02%,then=bf16"
+    config = make(**{**SICK, "recipe": "mxfp4", "guard": guard}, checkpoint_every=8, keep=9, eval_every=8, best="loss")
+    assert loop.run(config) == 0
+    folder = Path(config.output)
+    [switch] = tiny.events(folder, "switch")
+    assert switch["step"] == 11
+    logged = {event["step"]: event["loss"] for event in tiny.events(folder, "eval")}
+    for which in ("16", "best"):
+        [row] = evaluate(folder, Asked(checkpoints=which, device="cpu"))["checkpoints"]
+        assert row["step"] > 11 and "narrow" not in row, "every product is BF16's from there on"
+        assert row["16_bits"]["validation"]["values"]["loss"] == pytest.approx(logged[row["step"]], abs=1e-12)
 
 
 def test_a_checkpoint_scores_as_the_run_did(run) -> None:
