@@ -27,12 +27,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from narrowgauge.conversion import advance
-from narrowgauge.diagnose.guard.evidence import WORSE
 from narrowgauge.diagnose.guard.loop import Guard
+from narrowgauge.diagnose.guard.verdict import WORSE
 from narrowgauge.errors import ConfigError
 
 KEY = "narrowgauge_guard"  # in `TrainerState.stateful_callbacks`
-NUMBERS = ("difference", "mean", "margin", "e_worse", "e_within", "checks")  # of a verdict that `Trainer.log` gets
+NUMBERS = (
+    "difference",
+    "same",
+    "mean",
+    "margin",
+    "e_worse",
+    "e_within",
+    "checks",
+)  # of a verdict that `Trainer.log` gets
 
 logger = logging.get_logger(__name__)
 
@@ -106,7 +114,10 @@ class GuardMixin:
     def tell_verdict(self, event: dict[str, Any]) -> None:
         is_worse = event["verdict"] == WORSE
         was_due = self.control.should_log  # which logging takes away: the step has a line of its own
-        self.log({f"guard_{name}": event[name] for name in NUMBERS} | {"guard_worse": int(is_worse)})
+        self.log(
+            {f"guard_{name}": event[name] for name in NUMBERS if event[name] is not None}
+            | {"guard_worse": int(is_worse)}
+        )
         self.control.should_log = was_due
         say = logger.warning if is_worse else logger.info
         say(f"guard, steps {event['begun'] + 1} to {event['step']}: {event['sentence']}")

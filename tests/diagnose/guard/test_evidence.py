@@ -9,7 +9,8 @@ import pytest
 
 from narrowgauge.diagnose import runs
 from narrowgauge.diagnose.guard.bets import CEILING, LIMIT, Money, Scale, chi2_quantile, factors
-from narrowgauge.diagnose.guard.evidence import REFERENCE, UNKNOWN, WITHIN, WORSE, Evidence
+from narrowgauge.diagnose.guard.evidence import Evidence
+from narrowgauge.diagnose.guard.verdict import REFERENCE, UNKNOWN, WITHIN, WORSE
 from narrowgauge.errors import ConfigError
 
 LOSS = 2.0  # its margin is 0.005
