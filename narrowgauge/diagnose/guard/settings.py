@@ -30,13 +30,19 @@ FEWEST = 2  # steps of a stretch: its second half has one
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """margin, least_margin: as `Evidence` takes them, a share of the loss, and nats."""
+    """margin, least_margin: as `Evidence` takes them, a share of the loss, and nats. ConfigError for steps that cannot be."""
 
     every: int = 2000
     steps: int = 100
     margin: float = MARGIN
     least_margin: float = LEAST_MARGIN
     then: str = WARN
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.every, int) and isinstance(self.steps, int) and FEWEST <= self.steps <= self.every):
+            raise ConfigError(
+                f"guard: every = {self.every!r}, steps = {self.steps!r}: must be whole numbers, steps from {FEWEST} to every."
+            )
 
     def evidence(self) -> Evidence:
         return Evidence(self.margin, self.least_margin)
@@ -70,6 +76,15 @@ def parse(text: str) -> GuardSettings | None:
     if wrong:
         raise ConfigError(f"guard = {text!r}: {' '.join(wrong)}")
     return found
+
+
+def chosen(given: str | GuardSettings) -> GuardSettings:
+    """For a loop that wants a guard. Raises ConfigError for settings that are none."""
+    found = parse(given) if isinstance(given, str) else given
+    if isinstance(found, GuardSettings):
+        return found
+    what = "the settings are empty" if found is None else f"{given!r} is neither text nor GuardSettings"
+    raise ConfigError(f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.")
 
 
 def problems(text: str, steps: int, warmup_steps: int) -> Iterator[str]:
@@ -117,14 +132,14 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
                 )
     margin, least, said = _margins(values.get("margin", ""))
     wrong += said
+    every, steps = (given.get(key, getattr(GuardSettings, key)) for key in ("every", "steps"))
+    if not wrong and steps > every:
+        wrong.append(
+            f"a stretch of {steps} steps is longer than its interval of {every}. Shorten steps, or raise every."
+        )
     if wrong:
         return GuardSettings(), wrong
-    found = GuardSettings(**given, margin=margin, least_margin=least, then=values.get("then", WARN))
-    if found.steps > found.every:
-        wrong.append(
-            f"a stretch of {found.steps} steps is longer than its interval of {found.every}. Shorten steps, or raise every."
-        )
-    return found, wrong
+    return GuardSettings(**given, margin=margin, least_margin=least, then=values.get("then", WARN)), []
 
 
 def _margins(text: str) -> tuple[float, float, list[str]]:
