@@ -338,4 +338,4 @@ def test_no_check_begins_that_the_run_would_cut(plain):
 
 def test_words_say_what_it_costs():
     guard = Loop().guard
-    assert "every 4 steps, 3 in BF16" in guard.words() and "GiB in the host's memory" in guard.words()
+    assert "every 4 steps, 3 in BF16" in guard.words() and "KiB in the host's memory" in guard.words()
