@@ -54,5 +54,5 @@ def refuse(module: nn.Embedding) -> str:
     if module.sparse:
         return "has sparse gradients, and no optimizer here steps by them"
     if type(module.weight).__name__ == "DTensor":
-        return "is spread over ranks: convert before the model is parallelised"
+        return "is spread over ranks, and its step is one number for the whole; data parallelism and fully_shard, after convert, keep it so"
     return ""
