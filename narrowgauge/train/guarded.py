@@ -27,6 +27,7 @@ from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.format_text import percent, plural, size
 from narrowgauge.diagnose.guard.check import wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.refusals import is_narrow
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
@@ -36,7 +37,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy
+from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.running_check import FirstStep, Running
@@ -156,18 +157,22 @@ class Guard(Watch):
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # it has the wider recipe already
+        if then and grows_into_steps(trainer.model, verdict):
+            then = WARN
+        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
         if then and self.verdicts[-2:-1] != [WORSE]:
             self._blame(show)
         if then and then != WARN:
             self._become(running, show)
         trainer.log.write("guard", trainer.step, **said, then=then, spent_s=running.spent_s)
-        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
 
     def _follows(self, verdict: Verdict, then: str) -> str:
         if verdict.name == REFERENCE:
             return " Lower the learning rate, or look at the data of these steps."
         if then == STAY:
             return " The run goes on in BF16 until the next check."
+        if then and grows_into_steps(self.trainer.model, verdict):
+            return f" {GROWN}"
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         return f" From here on the run has recipe {then}." if then else ""
@@ -238,7 +243,7 @@ class Guard(Watch):
     def facts(self) -> dict[str, Any]:
         """As text, since a reference may have diverged, and JSON has no infinity."""
         is_known = self.running is not None and self.first is None  # else the check begins anew
-        running = self.running.facts(self.settings) if self.running is not None and is_known else None
+        running = self.running.facts(terms(self.trainer, self.settings)) if self.running and is_known else None
         known = {
             "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
             "switched": self.switched, "stretch_steps": self.stretch_steps, "stretch_s": self.stretch_s,
@@ -250,8 +255,8 @@ class Guard(Watch):
             self.trainer.stages = self._stages(*switched)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        known = known_of(facts)
-        if not known:
+        self.running = None
+        if not (known := known_of(facts)):
             return
         self.switched = known["switched"] and tuple(known["switched"])
         self.verdicts, self.stretch_steps, self.stretch_s = (
@@ -260,10 +265,15 @@ class Guard(Watch):
         self.evidence.load_state_dict(known["checks"])
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
-        if known["running"] and (running := Running.of(known["running"], self.settings)) is not None:
-            self.running = running
-        elif known["running"]:
-            tell("Note: the check that was under way is dropped, since the guard has other steps now.")
+        if self.first is not None:
+            self.first.close()
+        self.running = self.first = None
+        if known["running"]:
+            self.running = Running.of(known["running"], terms(self.trainer, self.settings))
+        if known["running"] and self.running is None:
+            tell(
+                "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
+            )
 
     def saved(self) -> None:
         """A checkpoint of the run no longer needs what waited for the end of a check."""

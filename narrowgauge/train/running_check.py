@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.diagnose.guard.check import judged
 from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes
-from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.guard.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -40,16 +39,15 @@ class Running:
     spent_s: float = 0.0
     trained_s: float = 0.0
 
-    def facts(self, settings: GuardSettings) -> dict[str, Any]:
-        return {**asdict(self), "every": settings.every, "steps": settings.steps}
+    def facts(self, terms: dict[str, Any]) -> dict[str, Any]:
+        """terms: what its losses depend on (`guard_before.terms`)."""
+        return {**asdict(self), "terms": terms}
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], settings: GuardSettings) -> Running | None:
-        """What `facts` gave; None if the guard has other steps now."""
+    def of(cls, facts: Mapping[str, Any], terms: dict[str, Any]) -> Running | None:
+        """What `facts` gave; None where the run goes on under other terms."""
         known = dict(facts)
-        if (known.pop("every"), known.pop("steps")) != (settings.every, settings.steps):
-            return None
-        return cls(**known)
+        return cls(**known) if known.pop("terms", None) == terms else None
 
     def judged(self, evidence: Evidence, steps: int) -> tuple[Verdict, dict[str, Any]]:
         """The verdict with this check, and what the log says of it."""
@@ -69,5 +67,9 @@ class FirstStep:
 
     def slopes(self) -> dict[str, float]:
         """After that step; all ranks call it."""
-        self._narrow.close()
+        self.close()
         return slopes(self._narrow.samples, self._wide)
+
+    def close(self) -> None:
+        """Waits no longer."""
+        self._narrow.close()

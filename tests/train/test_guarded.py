@@ -16,7 +16,7 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import guard_before, loop, stretch
+from narrowgauge.train import guard_before, loop, place, stretch
 from narrowgauge.train.config.settings import replace
 from tests.selection import quick
 from tests.train import tiny
@@ -105,7 +105,7 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     assert (begun, ended) == (8, 10)
     said = capfd.readouterr().err
     assert (
-        "step 10: guard: The loss is higher than that of BF16" in said
+        "step 10: guard: From the same state the loss is higher than that of BF16" in said
         and "goes on in BF16 until the next check" in said
     )
     assert "4 checks, 3 of them alarms; 4 steps that did not count, 20.0" in said
@@ -254,6 +254,24 @@ def test_a_run_that_is_killed_anywhere_in_a_check_goes_on_as_if_it_was_not(text,
         assert killed_guard.run(replace(config, resume=True), at=0) == 0, at
         same(config, reference)
         assert verdicts(config) == verdicts(reference), at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_branch", [False, True])
+def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(make, before_step, tmp_path, capfd, is_branch):
+    """Else another learning rate would be taken for the number format."""
+    config = make("run", steps=24, checkpoint_every=8, keep=9, guard="every=6,steps=6,margin=50%,then=stay")
+    if is_branch:
+        assert loop.run(config) == 0
+        config = place.branched(f"{config.output}@8", str(tmp_path / "branch"), learning_rate=3e-2)
+        assert loop.run(config) == 0
+    else:
+        before_step(9, lambda trainer: signal.raise_signal(signal.SIGTERM))
+        assert loop.run(config) == 75
+        assert loop.run(replace(config, resume=True, steps=48)) == 0
+    assert "the check that was under way is dropped" in capfd.readouterr().err
+    assert checks(config)[0]["begun"] == 12
+    assert not Path(config.output, "guard").exists()
 
 
 # --- what else a run may be

@@ -51,6 +51,8 @@ from narrowgauge.errors import ConfigError
 
 MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order of 1e-3
 LEAST_MARGIN = 0.003  # nats
+WIDEST = 0.01  # of the loss: so far the margin in nats reaches
+SMALLEST = 1e-12  # where the loss is zero
 RECENT = 8  # checks
 
 
@@ -78,15 +80,16 @@ class Evidence:
     """Collects checks and judges them.
 
     margin        largest harmless difference, as a share of the reference's loss
-    least_margin  the same in nats, where the share is smaller
+    least_margin  the same in nats, where the share is smaller; but at most WIDEST of the loss, which may be no cross-entropy
+    is_in_nats    the margin is least_margin, whatever the loss is
     Raises ConfigError if a margin is no positive number.
     """
 
-    def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN) -> None:
+    def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN, *, is_in_nats: bool = False) -> None:
         for name, value in (("margin", margin), ("least_margin", least_margin)):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
-        self.margin, self.least_margin = margin, least_margin
+        self.margin, self.least_margin, self.is_in_nats = margin, least_margin, is_in_nats
         self.checks: list[Check] = []
         self._bets = RunBets()
 
@@ -129,7 +132,9 @@ class Evidence:
 
     def margin_at(self, loss: float) -> float:
         """The margin in nats where the reference has this loss."""
-        return max(self.margin * abs(loss), self.least_margin) if math.isfinite(loss) else self.least_margin
+        if self.is_in_nats or not math.isfinite(loss):
+            return self.least_margin
+        return max(self.margin * abs(loss), min(self.least_margin, WIDEST * abs(loss)), SMALLEST)
 
     def verdict(self) -> Verdict:
         """What is known after the newest check. Raises ConfigError before the first one."""
