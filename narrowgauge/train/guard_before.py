@@ -1,4 +1,7 @@
-"""What a guard finds before a run goes on: what one has written into its checkpoints, and room for a copy of its state."""
+"""What a guard finds before a run goes on: what one has written into its checkpoints, and room for a copy of its state.
+
+A check that was under way goes on if its terms are the same: else its steps in BF16 are none to compare the run with.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge import manifest
 from narrowgauge.diagnose.guard.fork import NAME, refuse_room
+from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.model import chosen_recipe, with_stage
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.place import NUMBERS, STEPS
 from narrowgauge.train.watch import Watch
 
 if TYPE_CHECKING:
@@ -28,6 +33,12 @@ def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     with state.unusable(f"{manifest.FACTS}: {KEY}"):
         return decode(facts[KEY])
+
+
+def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
+    """What the losses of a check depend on and what may change in it: on resuming, in a branch, where a spike's batch is left out."""
+    of_run = {name: str(getattr(trainer.config, name)) for name in sorted(NUMBERS | STEPS | {"steps"})}
+    return {"run": of_run, "left_out": trainer.feed.left_out, "every": settings.every, "steps": settings.steps}
 
 
 class Unguarded(Watch):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.plan import Batching, examples_of, plan, restore_order, sorted_batches
+from narrowgauge.data.plan import Batching, examples_of, plan
 from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
+from narrowgauge.data.sorted_order import restore_order, sorted_batches
 from narrowgauge.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150)

@@ -35,20 +35,24 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.conversion import suspended
-from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switch
+from narrowgauge.conversion.switching import switch
 from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
-from narrowgauge.diagnose.guard.evidence import WORSE, Verdict
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
+from narrowgauge.diagnose.guard.nudge import nudge
+from narrowgauge.diagnose.guard.refusals import refuse
+from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
 from narrowgauge.diagnose.guard.settings import GuardSettings, parse
+from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.optim import shards
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
+SEQUEL = "Which product it is: narrowgauge.diagnose.blame.blame(model, batch)."
 COPIES = 2  # of the state, at most: that of the begin and that of the end, while a control is taken
 
 
@@ -58,23 +62,15 @@ class _Check:
 
     begun  the steps of the run before it
     fork   the state of then
+    first  the gradients of its first step
     """
 
     begun: int
     fork: Fork
+    first: FirstGradients
     batches: list[Kept] = field(default_factory=list)
     generators: list[dict[str, Any]] = field(default_factory=list)  # before each step: a data set may draw between two
     losses: list[Any] = field(default_factory=list)
-
-
-@torch.no_grad()
-def nudge(model: nn.Module) -> None:
-    """Moves every second float32 weight by one unit in the last place, of 16 bits every 64th; on all ranks that hold it alike."""
-    for parameter in model.parameters():
-        part = shards.local(parameter)
-        if part.is_floating_point() and part.itemsize > 1 and part.untyped_storage().nbytes():
-            some = part[..., :: 2 if part.itemsize > 2 else 64] if part.ndim else part
-            some.copy_(torch.nextafter(some, torch.full_like(some, torch.inf)))
 
 
 class Guard:
@@ -120,7 +116,7 @@ class Guard:
         self._check: _Check | None = None
         self._wide = ExitStack()  # not empty: the run is in BF16 until the next check
         self._is_wide, self._given = False, ""
-        self._refuse()
+        refuse(model, self._optimizers, self.also)
         self.nbytes = fork_bytes(model, optimizer, self.also)
         refuse_room(COPIES * self.nbytes, where, "a check of the guard")
 
@@ -130,7 +126,7 @@ class Guard:
         try:
             loss = self._step(batch)
         except BaseException:
-            self._check = None  # which steps were taken is not known
+            self._drop()  # which steps were taken is not known
             raise
         self.after_step(batch, loss)
         return loss
@@ -141,7 +137,8 @@ class Guard:
         if self._check is None and self._taken >= self._next and not is_cut and self._given != "bf16":
             self._wide.close()
             self._is_wide = False
-            self._check = _Check(self._taken, Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also))
+            fork = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
+            self._check = _Check(self._taken, fork, FirstGradients(self.model, self.optimizer))
         if self._check is not None:
             self._check.generators.append(generators())
 
@@ -150,12 +147,18 @@ class Guard:
         self._taken += 1
         if self._check is None:
             return
+        self._check.first.close()
         self._check.batches.append(Kept(batch))
         self._check.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         if len(self._check.batches) == self.settings.steps:
             check, self._check = self._check, None
             self._judge(check)
             self._next = self._multiple(self._taken)
+
+    def _drop(self) -> None:
+        if self._check is not None:
+            self._check.first.close()
+        self._check = None
 
     def _multiple(self, step: int) -> int:
         """The first step from there on after which a check begins."""
@@ -172,7 +175,7 @@ class Guard:
         place = "the host's memory" if self.where == "host" else str(self.where)
         return (
             f"Guard: every {settings.every} steps, {settings.steps} in BF16 on the same batches; harmless is {settings.margin_words()}. "
-            f"A check keeps {settings.steps} batches, and up to {gib:.2f} GiB in {place}."
+            f"A check keeps {settings.steps} batches, and up to {gib:.2f} GiB in {place}. {words(self.model, self.optimizer)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +194,7 @@ class Guard:
             raise ConfigError(
                 f"Guard: its state is of {state['settings']}, and this one is {self.settings!r}. Resume with the settings it had."
             )
-        self._check = None
+        self._drop()
         self._taken, self._next, self._given = state["taken"], state["next"], state["given"]
         self.evidence.load_state_dict(state["evidence"])
         if self._given:
@@ -209,14 +212,15 @@ class Guard:
             end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
             check.fork.restore()
             nudge(self.model)
-            control = self._in_bf16(check, end, rates)
+            control, _ = self._in_bf16(check, end, rates)
         if end is None:
             check.fork.swap()
             end = check.fork
         else:
             check.fork.restore()
-        wide = self._in_bf16(check, end, rates)
-        verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control)
+        wide, gradients = self._in_bf16(check, end, rates)
+        found = slopes(check.first.samples, gradients)
+        verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control, found)
         action = self._follow(verdict, end)
         event = {
             "event": "guard",
@@ -230,14 +234,23 @@ class Guard:
             self._tell(event)
         elif verdict.name == WORSE:
             warnings.warn(
-                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence}", stacklevel=4
+                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence} "
+                f"{GROWN if grows_into_steps(self.model, verdict) else SEQUEL}",
+                stacklevel=4,
             )
 
-    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> list[float]:
-        """The losses of the steps of a check from the state of now; `end` is put back if they fail. rates: with which they have to end."""
+    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> tuple[list[float], Samples]:
+        """Of the steps of a check from the state of now the losses, and the gradients of the first.
+
+        end: put back if they fail. rates: with which they have to end.
+        """
         losses = []
         try:
-            with self._as_reference(), suspended(self.model):
+            with (
+                self._as_reference(),
+                suspended(self.model),
+                FirstGradients(self.model, self.optimizer) as first,
+            ):
                 for kept, states in zip(check.batches, check.generators, strict=True):
                     set_generators(states)
                     loss = self._step(kept.given())
@@ -247,7 +260,7 @@ class Guard:
                     f"Guard: the same steps ended with the learning rates {rates}, and {self._rates()} when they were taken again: "
                     "something counts them that was not put back. Hand it over: Guard(..., also=[...])."
                 )
-            return self._read(losses)
+            return self._read(losses), first.samples
         except BaseException as error:
             end.restore()
             error.add_note(
@@ -274,7 +287,7 @@ class Guard:
     def _follow(self, verdict: Verdict, end: Fork) -> str:
         """Puts the run where it goes on after a verdict; says in a word what was done. The state of now is the BF16 end."""
         is_worse = verdict.name == WORSE
-        if not is_worse or not self.settings.keeps_reference or self._given:
+        if not is_worse or not self.settings.keeps_reference or self._given or grows_into_steps(self.model, verdict):
             end.restore()
             return "warn" if is_worse else ""
         if self.settings.recipe:
@@ -313,28 +326,3 @@ class Guard:
             dist.all_reduce(found)
             found /= dist.get_world_size()
         return list(found.tolist())
-
-    def _refuse(self) -> None:
-        """Raises ConfigError for what would not work, or would go wrong without a word."""
-        recipes = [
-            each.recipe for each in self.model.modules() if isinstance(each, QLinear) and each.recipe is not None
-        ]
-        if not any(bits(gemm) < HIGH_PRECISION_BITS for recipe in recipes for gemm in recipe.gemms().values()):
-            raise ConfigError(
-                "Guard: no product of the model is narrower than 16 bits, so there is nothing to judge. "
-                "Call narrowgauge.convert(model, ...) with a narrow recipe first."
-            )
-        learns = any(recipe.steps() for recipe in recipes)
-        if learns and any(getattr(each, "find_unused_parameters", True) is False for each in self.model.modules()):
-            raise ConfigError(
-                "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
-                "Wrap the model with find_unused_parameters=True."
-            )
-        scheduler = torch.optim.lr_scheduler.LRScheduler
-        held = any(isinstance(getattr(each, "scheduler", each), scheduler) for each in self.also)
-        for optimizer in self._optimizers:
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not held:
-                raise ConfigError(
-                    "Guard: a scheduler moves the learning rate of the optimizer, and steps of a check would move it further. "
-                    "Hand it over: Guard(..., also=[scheduler])."
-                )
