@@ -233,11 +233,12 @@ NEEDED = {
 def test_every_flag_of_a_task_reaches_its_setting(loop, each):
     """Each with a task in which it means something."""
     task = next((task for task in TASKS[1:] if task in each.metadata["tasks"]), "")
-    known = {"packing": ("48", 48), "beams": ("4", 4), "flip": ("", True)}
+    known = {"packing": ("48", 48), "beams": ("4", 4), "flip": ("", True), "stratify": ("", False)}
     text, value = known.get(each.name) or other_value(each)
     settings = {**TASK, "task": task, **NEEDED.get(each.name, {}), each.name: value}
     flags = [part for name, given in settings.items() if name != each.name for part in (train.flag(name), str(given))]
-    assert cli.main(["train", *flags, train.flag(key_of(each)), *([text] if text else [])]) == 0
+    flag = f"--no-{train.flag(key_of(each))[2:]}" if value is False else train.flag(key_of(each))
+    assert cli.main(["train", *flags, flag, *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
     assert loop == [resolved(TrainConfig(**settings))]
 
