@@ -2,17 +2,20 @@
 
 The last of them, `reference` (of optimizers `torch`), is the definition in plain torch and never refuses. The first kernel that does not
 refuse is taken. The refusals of the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or
-raises BackendError; it is never replaced by another. Three refusals are the registry's own: of tensors whose memory is elsewhere
-(`addresses.wrapper`), by every kernel that does not say that it computes by torch's operators alone; of a device on which the
-kernel fails its check (selfcheck.py); and of one on which it was not measured to be faster, if it asks for that.
+raises BackendError; it is never replaced by another. Four refusals are the registry's own: of a type of device that the kernel is not
+made for; of tensors whose memory is elsewhere (`addresses.wrapper`), by every kernel that does not say that it computes by torch's
+operators alone; of a device on which the kernel fails its check (selfcheck.py); and of one on which it was not measured to be
+faster, if it asks for that. A kernel's own module is imported where it is first asked (`imported`).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -137,6 +140,7 @@ def _cuda_facts(index: int) -> Device:
 class Kernel(Generic[Spec]):
     """One way to compute an op. refuse(spec) is None when it can.
 
+    on        the type of the devices that it is made for; elsewhere it is refused unasked. None: it says itself
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
     check     loads the `selfcheck.Check` by which it is examined on a device before it is first taken there; None of definitions
     replays   whether what it launches follows from the forms of its tensors alone, so that `ops.triton.replay` may make it again
@@ -146,10 +150,20 @@ class Kernel(Generic[Spec]):
     name: str
     refuse: Callable[[Spec], Refusal | None]
     run: Callable[..., Any]
+    on: str | None = None
     by_torch: bool = False
     check: Callable[[], Any] | None = None
     replays: bool = False
     slower: Callable[[str, int | None], str | None] | None = None
+
+
+def imported(module: str, function: str) -> Callable[..., Any]:
+    """The function of a module that is imported at the first call."""
+
+    def call(*given: Any) -> Any:
+        return getattr(sys.modules.get(module) or import_module(module), function)(*given)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -180,7 +194,7 @@ class Registry(Generic[Spec]):
     def register(self, *kernels: Kernel[Spec]) -> None:
         """Adds kernels, with the registry's own refusals where they concern them."""
         for kernel in kernels:
-            guarded = not kernel.by_torch or kernel.check is not None
+            guarded = not kernel.by_torch or kernel.check is not None or kernel.on is not None
             self.kernels.append(replace(kernel, refuse=self._guarded(kernel)) if guarded else kernel)
 
     def _guarded(self, kernel: Kernel[Spec]) -> Callable[[Spec], Refusal | None]:
@@ -203,6 +217,8 @@ class Registry(Generic[Spec]):
             if device.wrapper and not kernel.by_torch:
                 hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
                 return Refusal("wrapper", hides)
+            if kernel.on is not None and device.type != kernel.on:
+                return Refusal("device", f"needs a {kernel.on.upper()} device, the tensor is on {device.type}")
             refusal = kernel.refuse(spec)
             if refusal is not None or kernel.check is None or device.index is None:
                 return refusal
