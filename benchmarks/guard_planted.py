@@ -1,31 +1,27 @@
 """Does the guard find planted faults by the third check, and leave healthy runs alone? Small Llamas on bytes of text, trained in full.
 
-    python -m benchmarks.guard_planted --data shakespeare.txt       48 runs, some ten seconds of one core each
-    python -m benchmarks.guard_planted --data shakespeare.txt --runs nvfp4 int4-hq-bs bf16-in-halves
-    python -m benchmarks.guard_planted                              judges again what is finished
+    python -m benchmarks.guard_planted --data shakespeare.txt       60 runs, some fifteen seconds of one core each
+    python -m benchmarks.guard_planted --data shakespeare.txt --runs nvfp4 dead-layer --seeds 0 1
+    python -m benchmarks.guard_planted                              the table of what is finished, for the --runs and --seeds given
 
-Every run is trained in its recipe, or with a fault of `planted_faults`. After warm-up, and after each stretch, a copy of its state
-goes on in BF16 on the batches that the run itself sees next (at the first and every fourth check also with its batches in
-halves: the control). The difference of the mean loss over the second half of the stretch goes to `Evidence`. The truth beside it
-is a BF16 run of the same seed over all steps: what the run's validation loss, and its training loss over the last sixth on the same
-batches, end above BF16's. One pair of so short runs differs by 0.01 from chance alone, so a recipe or fault is worse in truth
-where both means over the seeds say so by 0.01. Finished runs are not repeated.
+Every run is trained in its recipe, or with a fault of `planted_faults`, under `ng.Guard` with then=warn: after warm-up one check
+follows the other. The truth beside it is a BF16 run of the same seed over all steps: what the run's validation loss, and its training
+loss over the last sixth on the same batches, end above BF16's. One pair of so short runs differs by 0.01 from chance alone, so a recipe
+or fault is worse in truth where both means over the seeds say so by 0.01. Finished runs are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, record
 from benchmarks.paired import Experiment, Figures
 from benchmarks.planted_faults import FOUR_BITS, HEALTHY, SICK
-from narrowgauge.diagnose.guard.evidence import WITHIN, WORSE, Evidence
+from narrowgauge.diagnose.guard.verdict import WITHIN, WORSE
 
 SETTINGS: dict[str, Any] = {
     "steps": 400, "warmup": 40, "first": 80, "every": 40, "batch": 4, "length": 32, "rate": 3e-3, "hidden": 64, "layers": 2,
@@ -33,6 +29,10 @@ SETTINGS: dict[str, Any] = {
 WORSE_IN_TRUTH = 0.01  # nats
 ENDS = ("tail", "validation")
 UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
+KEPT = (
+    "begun", "step", "difference", "control", "same", "noise", "wide", "margin", "scale", "weights", "slopes", "outside", "sick", "e_worse",
+    "e_worse_stretch", "e_worse_same", "e_within", "verdict", "seen_on", "direction", "sentence",
+)  # of the event of a check  # fmt: skip
 
 
 def main() -> None:
@@ -51,9 +51,10 @@ def main() -> None:
 def train(
     recipe: str, seed: int, *, data: str, steps: int, first: int, every: int, warmup: int, **sizes: Any
 ) -> Figures:
-    """One run with its checks: differences, reference losses and controls (None where a check has none), and how it ended."""
+    """One run with its checks, as the guard tells them, and how it ended."""
     import torch
 
+    import narrowgauge as ng
     from benchmarks.planted_faults import plant
 
     torch.set_num_threads(1)
@@ -61,30 +62,19 @@ def train(
     text = torch.frombuffer(bytearray(Path(data).read_bytes()), dtype=torch.uint8).long()
     held_out = len(text) // 10
     model = build(sizes)
-    checked, halves = recipe not in UNCHECKED, recipe == "bf16-in-halves"
-    if checked:
-        plant(model, recipe)
-    run = Continuation(model, batches(text[:-held_out], seed, steps, sizes), sizes["rate"], warmup)
-    losses = run.go_on(first, halves=halves)
-    found: dict[str, list[float | None]] = {"differences": [], "references": [], "controls": []}
-    while len(losses) < steps:
-        wide, halved = None, None
-        if checked:
-            wide = _later(run.fork().go_on(every, wide=True))
-            if len(found["differences"]) % 4 == 0:
-                halved = _later(run.fork().go_on(every, wide=True, halves=True))
-        narrow = run.go_on(every, halves=halves)
-        losses += narrow
-        if wide is not None:
-            found["differences"].append(_later(narrow) - wide)
-            found["references"].append(wide)
-            found["controls"].append(None if halved is None else halved - wide)
+    plant(model, recipe.removesuffix("-in-halves"))
+    run = Run(model, sizes["rate"], warmup, steps, in_halves=recipe.endswith("-in-halves"))
+    checks: list[dict[str, Any]] = []
+    step: Callable[[Any], Any] = run.step
+    if recipe not in UNCHECKED:
+        words = f"every={every},steps={every},then=warn"
+        step = ng.Guard(
+            words, model, run.optimizer, run.step, also=[run.scheduler], warmup_steps=first, tell=checks.append
+        )
+    losses = [float(step(ids)) for ids in batches(text[:-held_out], seed, steps, sizes)]
     tail = statistics.fmean(losses[-steps // 6 :])
-    return {**found, "tail": tail, "validation": run.validation(text[-held_out:], sizes["length"])}
-
-
-def _later(losses: Sequence[float]) -> float:
-    return statistics.fmean(losses[len(losses) // 2 :])
+    validation = run.validation(text[-held_out:], sizes["length"])
+    return {"checks": [{key: check[key] for key in KEPT} for check in checks], "tail": tail, "validation": validation}
 
 
 def build(sizes: dict[str, Any]) -> Any:
@@ -107,46 +97,35 @@ def batches(text: Any, seed: int, steps: int, sizes: dict[str, Any]) -> Any:
     return text[starts[..., None] + torch.arange(length)]
 
 
-class Continuation:
-    """A model, its optimizer and its place in the data. Linear warm-up, then a linear descent to a tenth of the rate."""
+class Run:
+    """A model, and a loop's step with its optimizer. Linear warm-up, then a linear descent to a tenth of the rate.
 
-    def __init__(self, model: Any, data: Any, rate: float, warmup: int) -> None:
+    in_halves  the gradient is that of two halves of each batch, so that the sums are others
+    """
+
+    def __init__(self, model: Any, rate: float, warmup: int, steps: int, in_halves: bool = False) -> None:
         import torch
 
-        self.model, self.data, self.place = model, data, 0
-        self.norms: list[float] = []
+        self.model, self.in_halves = model, in_halves
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
-        self.rate: Callable[[int], float] = lambda step: (
-            rate * min(step / warmup, 1 - 0.9 * max(step - warmup, 0) / len(data))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / warmup, 1 - 0.9 * max(step + 1 - warmup, 0) / steps)
         )
 
-    def fork(self) -> Continuation:
-        """A copy that knows nothing of this one."""
-        return copy.deepcopy(self)
-
-    def go_on(self, steps: int, *, wide: bool = False, halves: bool = False) -> list[float]:
-        """The losses of so many steps. wide: in BF16. halves: the gradient of two halves of each batch. Draws are put back if wide."""
+    def step(self, ids: Any) -> Any:
+        """One step; its loss."""
         import torch
 
-        from narrowgauge.conversion import suspended
-
-        losses = []
-        with suspended(self.model) if wide else nullcontext(), torch.random.fork_rng(enabled=wide):
-            for ids in self.data[self.place : self.place + steps]:
-                self.place += 1
-                for group in self.optimizer.param_groups:
-                    group["lr"] = self.rate(self.place)
-                parts = ids.chunk(2) if halves else [ids]
-                loss = 0.0
-                for part in parts:
-                    each = self.loss(part) / len(parts)
-                    each.backward()
-                    loss += float(each.detach())
-                self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                losses.append(loss)
-        return losses
+        parts, losses = ids.chunk(2) if self.in_halves else [ids], []
+        for part in parts:
+            loss = self.loss(part) / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return sum(losses)
 
     def loss(self, ids: Any) -> Any:
         import torch
@@ -165,7 +144,7 @@ class Continuation:
 
 
 def judged(results: Sequence[Figures]) -> list[Figures]:
-    """A row per run: what `Evidence` says at each check, and the truth."""
+    """A row per run: what the guard said at each check, and the truth."""
     truth = {each["seed"]: each for each in results if each["recipe"] == "bf16"}
     checked = [each for each in results if each["recipe"] not in UNCHECKED and each["seed"] in truth]
     above = {
@@ -176,16 +155,13 @@ def judged(results: Sequence[Figures]) -> list[Figures]:
     }
     rows = []
     for each in checked:
-        evidence = Evidence()
-        checks = zip(each["differences"], each["references"], each["controls"], strict=True)
-        verdicts = [evidence.add(difference, loss=loss, control=control) for difference, loss, control in checks]
-        names = [verdict.name for verdict in verdicts]
+        names = [check["verdict"] for check in each["checks"]]
+        alarmed = names.index(WORSE) + 1 if WORSE in names else None
         rows.append(
             {
                 "run": each["recipe"], "seed": each["seed"], "over_bf16": above_bf16(each, truth),
-                "worse_in_truth": above[each["recipe"]] >= WORSE_IN_TRUTH, "differences": each["differences"],
-                "controls": each["controls"], "margin": verdicts[-1].margin, "verdicts": names,
-                "alarmed": names.index(WORSE) + 1 if WORSE in names else None,
+                "worse_in_truth": above[each["recipe"]] >= WORSE_IN_TRUTH, "checks": each["checks"], "alarmed": alarmed,
+                "seen_on": each["checks"][alarmed - 1]["seen_on"] if alarmed else "",
                 "certified": names.index(WITHIN) + 1 if WITHIN in names else None,
             }
         )  # fmt: skip
@@ -231,18 +207,34 @@ def markdown(rows: Sequence[Figures]) -> str:
 
 
 def _lines(rows: Sequence[Figures]) -> Iterator[str]:
-    yield "| run | seed | above BF16: training, validation | difference at each check, 1e-4 nats | alarm | within |"
-    yield "|---|---|---|---|---|---|"
-    for row in sorted(rows, key=lambda row: ((*HEALTHY, *FOUR_BITS, *SICK).index(row["run"]), row["seed"])):
-        differences = ", ".join(f"{1e4 * difference:+.0f}" for difference in row["differences"])
+    titles = (
+        "run",
+        "seed",
+        "above BF16: training, validation",
+        "stretch, 1e-4 nats",
+        "same weights",
+        "slopes",
+        "alarm",
+        "seen on",
+        "within",
+    )
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
+    for row in sorted(rows, key=lambda row: (row["run"] not in HEALTHY, row["run"] in SICK, row["run"], row["seed"])):
+        stretch, same = (
+            ", ".join(f"{1e4 * check[key]:+.0f}" for check in row["checks"]) for key in ("difference", "same")
+        )
+        ends = [check["slopes"] for check in row["checks"] if check["slopes"]]
+        slopes = f"{min(low for low, _ in ends):.2f}, {max(high for _, high in ends):.2f}" if ends else "-"
         truth = f"{row['over_bf16']['tail']:+.4f}, {row['over_bf16']['validation']:+.4f}"
-        yield f"| `{row['run']}` | {row['seed']} | {truth} | {differences} | {row['alarmed'] or '-'} | {row['certified'] or '-'} |"
+        verdicts = f"{row['alarmed'] or '-'} | {row['seen_on'] or '-'} | {row['certified'] or '-'}"
+        yield f"| `{row['run']}` | {row['seed']} | {truth} | {stretch} | {same} | {slopes} | {verdicts} |"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.guard_planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--data", type=Path, help="any text file")
-    parser.add_argument("--runs", nargs="+", default=[*HEALTHY, *SICK])
+    parser.add_argument("--runs", nargs="+", default=[*HEALTHY, *FOUR_BITS, *SICK, "bf16-in-halves"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/guard_planted"))

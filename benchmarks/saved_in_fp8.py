@@ -2,14 +2,16 @@
 
     python -m benchmarks.saved_in_fp8                     gradients, and 1,000 steps of three seeds
     python -m benchmarks.saved_in_fp8 --only gradients    some minutes
+    python -m benchmarks.saved_in_fp8 --only training --width 64 --text FILE    0.2 million parameters on the bytes of a file
     python -m benchmarks.saved_in_fp8 --quick             to see that it works; nothing is recorded
 
 gradients  A Llama of 4 layers, 256 wide, trained in float32 for WARM steps, then SQNR in dB of the gradients of one batch beside
            those of the float32 model, by kind of parameter and seed. The forward pass is the same in both, so are the losses.
-training   A Llama of 4 layers, 128 wide, 1,000 steps of 8 x 64 tokens: validation loss in nats per byte, as a pair of each seed, and
-           the deviation between seeds, which is what a difference has to be seen beside.
+training   A Llama of 4 layers, 128 wide or 64, 1,000 steps of 8 x 64 tokens: validation loss in nats per byte, as a pair of each seed,
+           the deviation between seeds, and the verdict of `narrowgauge.diagnose.seeds` on each `save` beside "exact" (margin 0.25 %).
 
-Bytes of Python's standard library; products by the recipe, all else in float32. Finished runs are kept in OUTPUT and not repeated.
+Bytes of Python's standard library, or of a file; products by the recipe, all else in float32. Finished runs are kept in OUTPUT and not
+repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import RESULTS, record
 from benchmarks.optimizer_convergence import corpus
-from benchmarks.paired import Experiment, summarize
+from benchmarks.paired import Experiment, Figures, summarize
+from narrowgauge.diagnose import seeds_text
+from narrowgauge.diagnose.seeds import Runs, Verdict, judge_all
 
 SAVES = ("exact", "fp8", "int8")
 BASELINE = SAVES[0]
@@ -36,7 +40,10 @@ KINDS = {
     "gate, up": ("gate_proj", "up_proj"), "down": ("down_proj",),
 }  # fmt: skip
 LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4}
-SMALL = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4}
+SIZES = {
+    128: {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4},
+    64: {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4},
+}
 WARM, LEARNING_RATE = 150, 2e-3
 
 
@@ -48,6 +55,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--width", type=int, choices=list(SIZES), default=128, help="of the models that are trained")
+    parser.add_argument(
+        "--text", type=Path, help="train on the bytes of this file instead of Python's standard library"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/saved_in_fp8"))
     parser.add_argument("--results", type=Path, default=RESULTS / "saved_in_fp8.jsonl")
@@ -62,13 +73,27 @@ def main() -> None:
         if not options.quick:
             record("saved-in-fp8-gradients", rows, options.results)
     if options.only != "gradients":
-        folder = options.output / f"{options.steps}-steps"
-        found = Experiment(train, SAVES, options.seeds, {"steps": options.steps}, folder).results(options.jobs)
-        lines = [line | {"steps": options.steps, "sizes": SMALL} for line in summarize(found, ["loss"], BASELINE)]
-        for line in lines:
+        text = str(options.text or "")
+        folder = options.output / "-".join([f"{options.steps}-steps", str(options.width), Path(text).stem or "stdlib"])
+        settings = {"steps": options.steps, "width": options.width, "text": text}
+        found = Experiment(train, SAVES, options.seeds, settings, folder).results(options.jobs)
+        same = {"steps": options.steps, "sizes": SIZES[options.width], "text": Path(text).name or "standard library"}
+        lines = [line | same for line in summarize(found, ["loss"], BASELINE)]
+        judged = verdicts(found)
+        for line in [*lines, *map(seeds_text.sentences, judged)]:
             print(line)
         if not options.quick:
             record("saved-in-fp8-training", lines, options.results)
+            record("saved-in-fp8-verdicts", [each.numbers() | same for each in judged], options.results)
+
+
+def verdicts(found: list[Figures]) -> list[Verdict]:
+    """On each `save` beside "exact", over seeds."""
+    runs = [
+        Runs(name=save, values={each["seed"]: each["loss"] for each in found if each["recipe"] == save})
+        for save in SAVES
+    ]
+    return judge_all(runs, "loss")
 
 
 def gradients(names: list[str], seeds: list[int], warm: int) -> Iterator[dict[str, Any]]:
@@ -122,15 +147,15 @@ def gradient(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-def train(name: str, seed: int, steps: int) -> dict[str, float]:
+def train(name: str, seed: int, steps: int, width: int, text: str) -> dict[str, float]:
     """One run of `fp8-current` with save=name."""
     import narrowgauge as ng
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    text = corpus()
-    held_out, training = text[: len(text) // 20], text[len(text) // 20 :]
-    model = language_model(SMALL, seed)
+    ids = torch.tensor(list(Path(text).read_bytes())) if text else corpus()
+    held_out, training = ids[: len(ids) // 20], ids[len(ids) // 20 :]
+    model = language_model(SIZES[width], seed)
     ng.convert(model, "fp8-current", fuse=True, save=name)  # type: ignore[arg-type]
     for _ in optimized(model, training, steps, seed):
         ng.advance(model)

@@ -24,11 +24,12 @@ from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Examples, Limits, prepare_examples
 from narrowgauge.data.image_sizes import Preprocessing
 from narrowgauge.data.images import ImageBatches, Images, prepare_images
-from narrowgauge.data.plan import Batching, Plan, plan, restore_order, sorted_batches
+from narrowgauge.data.plan import Batching, Plan, plan
 from narrowgauge.data.questions import Questions
 from narrowgauge.data.regression import Regression
 from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
 from narrowgauge.data.sampler import LengthBatchSampler
+from narrowgauge.data.sorted_order import restore_order, sorted_batches
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record
 from narrowgauge.data.tagging import Tagging

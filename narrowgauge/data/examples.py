@@ -2,7 +2,7 @@
 
     examples = prepare_examples("train.jsonl", Completion(), tokenizer, cache="cache")
     examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 where no loss is computed
-    examples.lengths      tokens of each, for `plan` and `LengthBatchSampler`
+    examples.lengths      tokens of each, for `plan` and `LengthBatchSampler`; examples.strata groups of their labels
 
 The cache key holds everything that determines the ids: the files' bytes, the tokenizer, the task with its columns, the chat
 template and the options. Rows that are too long or have no target raise an error that counts them, unless `Limits` sets a policy; a
@@ -68,6 +68,11 @@ class Examples(Stored):
     def tokens(self) -> Indices:
         """Tokens that a model reads of each example, int64."""
         return self.task.tokens(self)
+
+    @property
+    def strata(self) -> Indices | None:
+        """Of each example the group of its label, for `plan` and `LengthBatchSampler`: see `strata`; None where a task has none."""
+        return self.task.strata(self)
 
     @property
     def notes(self) -> list[str]:

@@ -2,6 +2,7 @@
 
     widths    at most `classes` of them, chosen from the lengths (see `rows`); an example's class is the smallest that holds it
     order     examples shuffled, then sorted by class, the widest first
+              and with `strata`, groups of labels, so that every batch has their shares of the data (see `strata`)
     cut       a step takes the next rows x world examples; rows = batch_size, or as many as `token_budget` holds at the width of
               the first. The next narrower class fills up a class that runs out, so only one step is ragged
     ranks     every world-th example of the step: all ranks of a step have the same width and work
@@ -21,13 +22,13 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
 from narrowgauge.data.batches import Indices, permutation
 from narrowgauge.data.rows import PaddingReport, Waste, choose_widths, dynamic_waste, pack, round_up, width_of
+from narrowgauge.data.strata import stratified
 from narrowgauge.errors import ConfigError, DataError
 
 Item = int | tuple[int, ...]  # an example, or the examples of one packed row
@@ -47,6 +48,7 @@ class Batching:
     ragged           the examples of an incomplete step: "smaller" makes a step with fewer rows, "drop" leaves them out (others
                      in each epoch), "repeat" fills the step with earlier examples of the epoch
     too_long         examples above the budget: "error", or "skip", which the plan counts
+    stratify         every batch has the data's share of each stratum, where strata are given
     """
 
     batch_size: int | None = None
@@ -59,6 +61,7 @@ class Batching:
     classes: int = 10
     ragged: Literal["smaller", "drop", "repeat"] = "smaller"
     too_long: Literal["error", "skip"] = "error"
+    stratify: bool = True
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.token_budget is None):
@@ -132,14 +135,16 @@ def plan(
     epoch: int = 0,
     *,
     among: Sequence[int] | Indices | None = None,
+    strata: Indices | None = None,
 ) -> Plan:
     """The batches of one epoch; see the top of this file.
 
     lengths  tokens of each example
     among    the examples to plan; None means all. The widths always come from all lengths
+    strata   of each example the group of its label, [N]; None: all in one
 
     O(N log N); on one core 1.5 s per million examples padded, 5 s packed. Raises DataError for an example without tokens, or
-    longer than the budget (unless too_long is "skip"); ConfigError if there are fewer examples than ranks.
+    longer than the budget (unless too_long is "skip"); ConfigError if there are fewer examples than ranks, or strata of packed rows.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.min()) < 1:
@@ -150,13 +155,16 @@ def plan(
     chosen = chosen[fitting[chosen]]
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
     rows, tokens, widths, alone = _rows(sizes, chosen, sizes[fitting], batching, epoch)
-    order, width = _by_class(tokens, widths)
-    parts, dropped = _cut(width, batching)
+    groups = _groups(strata, len(sizes), batching)
+    order, width = _by_class(tokens, widths, None if groups is None else groups[chosen])
+    parts, dropped = _cut(np.maximum.accumulate(width[::-1])[::-1].tolist(), batching)  # none behind is wider
     items, world = [rows[place] for place in order], batching.world
+    if groups is not None:  # the ranks of a step, and micro-batches that are cut from it, are of one width
+        parts = [sorted(part, key=lambda place: -width[place]) for part in parts]
     ranks = [[part[rank::world] for rank in range(world)] for part in parts]
     steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
     drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
-    shapes = [[batching.shape(width[min(batch)], len(batch)) for batch in step] for step in ranks]
+    shapes = [[batching.shape(max(width[place] for place in batch), len(batch)) for batch in step] for step in ranks]
     planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
     batches = max(1, sum(map(len, shapes)))
     return Plan(
@@ -241,10 +249,22 @@ def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> 
     return sum(batching.shape(width[part[0]], len(part))[0] for part in parts)
 
 
-def _by_class(tokens: Indices, widths: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """(indices of the rows from the widest class to the narrowest, width of each)."""
+def _groups(strata: Indices | None, count: int, batching: Batching) -> Indices | None:
+    """The strata to keep to. Raises ConfigError if they do not fit."""
+    if strata is None or not batching.stratify:
+        return None
+    if batching.row_length is not None or len(strata) != count:
+        raise ConfigError(
+            f"plan: {len(strata)} strata for {count} examples, row_length {batching.row_length}. Pass one for each example that has a "
+            "row of its own, or stratify=False: packed rows have no stratum."
+        )
+    return np.asarray(strata, dtype=np.int64)
+
+
+def _by_class(tokens: Indices, widths: tuple[int, ...], strata: Indices | None = None) -> tuple[list[int], list[int]]:
+    """(indices of the rows from the widest class to the narrowest, of each stratum in step, width of each)."""
     classes = np.searchsorted(widths, tokens)
-    order = np.argsort(-classes, kind="stable")
+    order = np.argsort(-classes, kind="stable") if strata is None else stratified(classes, strata)
     return order.tolist(), [widths[each] for each in classes[order].tolist()]
 
 
@@ -302,35 +322,3 @@ def examples_of(batch: Sequence[Item]) -> Iterator[int]:
     """The examples of a batch, packed or not."""
     for item in batch:
         yield from item if isinstance(item, tuple) else (item,)
-
-
-def sorted_batches(
-    lengths: Sequence[int] | Indices,
-    *,
-    batch_size: int | None = None,
-    token_budget: int | None = None,
-    multiple: int = 8,
-) -> list[list[int]]:
-    """Batches for evaluation, sorted by length, the longest first ("uniform dynamic padding"); `restore_order` undoes it.
-
-    Has the least padding possible for these batch sizes. Do not train on it: the order is the same in every epoch. An example above
-    the budget is a batch of its own.
-    """
-    Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # for its checks
-    sizes = np.asarray(lengths, dtype=np.int64)
-    queue, batches = np.argsort(-sizes, kind="stable"), []
-    while len(queue):
-        width = round_up(max(1, int(sizes[queue[0]])), multiple)
-        rows = batch_size or max(1, (token_budget or 0) // width)
-        batches.append(queue[:rows].tolist())
-        queue = queue[rows:]
-    return batches
-
-
-def restore_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
-    """Puts the results of batches into the order of the data. Raises DataError if a batch has another number of results."""
-    if [len(batch) for batch in batches] != [len(result) for result in results]:
-        given, needed = (sum(map(len, each)) for each in (results, batches))
-        raise DataError(f"restore_order: {given} results for {needed} examples. Pass one result per example.")
-    by_index = dict(zip(chain.from_iterable(batches), chain.from_iterable(results), strict=True))
-    return [by_index[index] for index in range(len(by_index))]

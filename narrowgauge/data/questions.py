@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.stored import GROUP, GROUPS, group_of
+from narrowgauge.data.stored import GROUP, GROUPS, Stored, group_of
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
@@ -68,6 +69,14 @@ class Questions(Task):
     def item(arrays: Item) -> Item:
         first, last = arrays["labels"].tolist()
         return arrays | {"labels": (first, last)}
+
+    @staticmethod
+    def strata(stored: Stored) -> Indices:
+        """Windows that hold an answer, and the others: whether the last token of the answer stands in the context."""
+        last = stored.numbers("labels").tolist()
+        return np.array(
+            [int(stored.array(OFFSETS, place)[2 * token]) >= 0 for place, token in enumerate(last)], np.int64
+        )
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None

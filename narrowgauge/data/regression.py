@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.stored import Stored
+from narrowgauge.data.strata import strata_of
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
@@ -45,6 +48,11 @@ class Regression(Task):
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
         ids = token_dtype(encoder.vocabulary - 1)
         return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<f8")}
+
+    @staticmethod
+    def strata(stored: Stored) -> Indices:
+        """Quarters of the number in the last column."""
+        return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None

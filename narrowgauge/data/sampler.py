@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,19 @@ class LengthBatchSampler(Sampler[list[Any]]):
 
     The state is the epoch and the step in it. If the settings differ from those of the state (such as another world size), the
     remaining examples of the epoch are planned again: no example is repeated or lost. `plan` is that of the rest of this epoch.
+
+    strata  of each example the group of its label, whose share every batch keeps (`Examples.strata`); None: of length alone
     """
 
-    def __init__(self, lengths: Sequence[int] | Indices, batching: Batching, *, rank: int = 0):
+    def __init__(
+        self, lengths: Sequence[int] | Indices, batching: Batching, *, strata: Indices | None = None, rank: int = 0
+    ):
         if not 0 <= rank < batching.world:
             raise ConfigError(f"LengthBatchSampler: rank {rank} of a world of {batching.world}; ranks count from 0.")
         self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
-        self.batching, self.rank = batching, rank
+        self.batching, self.rank = replace(batching, stratify=batching.stratify and strata is not None), rank
+        self.strata = None if strata is None else np.asarray(strata, dtype=np.int64)
+        self._strata = "" if self.strata is None else hashlib.sha256(self.strata.astype("<i8").tobytes()).hexdigest()
         self._data = hashlib.sha256(self.lengths.astype("<i8").tobytes()).hexdigest()
         self._start(0, [])
 
@@ -43,7 +49,7 @@ class LengthBatchSampler(Sampler[list[Any]]):
         """
 
         def planned(batching: Batching, steps: int) -> Plan:
-            found = plan(self.lengths, batching, epoch, among=left)
+            found = plan(self.lengths, batching, epoch, among=left, strata=self.strata)
             if steps > len(found):
                 raise CheckpointError(
                     f"LengthBatchSampler: the state is at step {steps} of an epoch of {len(found)} steps. Pass the state that was "
@@ -106,6 +112,7 @@ class LengthBatchSampler(Sampler[list[Any]]):
             "epoch": self.epoch,
             "step": done,
             "lengths": self._data,
+            "strata": self._strata,
             "segments": [[asdict(batching), steps] for batching, steps in segments],
         }
 
@@ -113,7 +120,10 @@ class LengthBatchSampler(Sampler[list[Any]]):
         """Continues from `state`. Raises CheckpointError if it is malformed or belongs to other data."""
         try:
             epoch, lengths = int(state["epoch"]), state["lengths"]
-            segments = [(Batching(**settings), int(steps)) for settings, steps in state["segments"]]
+            segments = [
+                (Batching(**{"stratify": False, **settings}), int(steps)) for settings, steps in state["segments"]
+            ]
+            strata = state.get("strata", "")  # states from before there were any have neither
             done = sum(steps for _, steps in segments)
             if done != state["step"] or epoch < 0 or any(steps < 0 for _, steps in segments):
                 raise ValueError(
@@ -127,5 +137,10 @@ class LengthBatchSampler(Sampler[list[Any]]):
             raise CheckpointError(
                 f"LengthBatchSampler: the state belongs to other data than these {len(self.lengths)} examples: their lengths "
                 "differ. Resume with the data, tokenizer and limits of the saved run."
+            )
+        if strata != self._strata and any(batching.stratify for batching, _ in segments):
+            raise CheckpointError(
+                "LengthBatchSampler: the batches of the state were stratified by other labels than are given here. Pass the strata "
+                "(`examples.strata`) of the saved run."
             )
         self._start(epoch, [segment for segment in segments if segment[1]])

@@ -73,6 +73,11 @@ class Task(ABC):
         return stored.sizes("input_ids")
 
     @staticmethod
+    def strata(stored: Stored) -> Indices | None:
+        """Of each example the group of its label, for batches that hold all groups in the data's shares; None where there is none."""
+        return None
+
+    @staticmethod
     def tokens(stored: Stored) -> Indices:
         """Tokens that a model reads of each example, int64; of a pair of texts the longer one's."""
         return stored.sizes("input_ids")

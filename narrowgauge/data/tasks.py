@@ -24,6 +24,7 @@ from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.stored import Stored
+from narrowgauge.data.strata import strata_of
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.data.tokenizer import end_of_text
@@ -167,6 +168,11 @@ class Classification(Task):
     @staticmethod
     def item(arrays: Item) -> Item:
         return arrays | {"labels": int(arrays["labels"][0])}
+
+    @staticmethod
+    def strata(stored: Stored) -> Indices:
+        """Classes, or neighbours of them."""
+        return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None

@@ -30,7 +30,9 @@ _ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash",
 _ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
 KEPT_OPERATIONS = frozenset(
     getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION) if hasattr(torch.ops.aten, name)
-) | {torch.ops.narrowgauge.block_mm.default}
+)
+# Our own, by name, since each is defined where it is first wanted.
+_OURS = frozenset(f"narrowgauge::{name}" for name in ("block_mm", "scaled_mm", "int4_mm"))
 
 
 def selectively(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +146,7 @@ class _Give(_Watch):
 
 
 def _keeps(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return operation in KEPT_OPERATIONS and not _draws(operation, args, kwargs)
+    return (operation in KEPT_OPERATIONS or operation.name() in _OURS) and not _draws(operation, args, kwargs)
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,11 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
-from narrowgauge.nn.operands import Casts, Rotation, find
+from narrowgauge.nn.operands import Casts, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import device_facts, type_of
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
 
-# Submodules that recipes add -> what they hold, in words.
-_ADDED = {"scaling": "amax windows", "steps": "learned steps", "sampling": "readings of the sampler"}
+_ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
+_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered")
 PATIENCE = 16  # optimizer steps without `advance` before a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -135,14 +136,14 @@ class QLinear(nn.Linear):
         self.compute_as(recipe)
         self.reason, self.decision = "", None
         with torch.inference_mode(False):  # what inference mode makes cannot be trained later
-            self._renew_state()
+            self.renew_state()
 
     def compute_as(self, recipe: Recipe | None) -> None:
         """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
         self._recipe, self._plans, self._written = recipe, {}, (0, 0)
         self.empty_cache()
 
-    def _renew_state(self) -> None:
+    def renew_state(self) -> None:
         """Amax windows, learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
 
         New ones train if the weight does: a layer that was frozen before stays frozen as a whole.
@@ -327,7 +328,7 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
-        on_gpu, watches = x.is_cuda, hasattr(self.observer, "multiplied")
+        on_gpu, watches = type_of(x.device) == "cuda", hasattr(self.observer, "multiplied")
         plan = self.plan(x.device, wrapper(x, weight), wide and not on_gpu and x.device.type == "cpu")
         return LinearContext(
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
@@ -344,20 +345,14 @@ class QLinear(nn.Linear):
         if weight._version != version:
             self._written = weight._version, count + 1
             if count == PATIENCE:
+                from narrowgauge.nn.linear_state import added, words
+
                 assert self._recipe is not None
                 warnings.warn(
                     f"{self._recipe.name}: in {PATIENCE} optimizer steps narrowgauge.advance was not called, so that its "
-                    f"{_words(self._memory())} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
+                    f"{words(added(self))} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
                     stacklevel=3,
                 )
-
-    def _memory(self) -> dict[str, Tensor]:
-        """Name -> tensor of all that the recipe has added to the layer."""
-        modules = {name: getattr(self, name, None) for name in _ADDED}
-        return {
-            f"{name}.{key}": tensor
-            for name, module in modules.items() if module is not None for key, tensor in module.state_dict().items()
-        }  # fmt: skip
 
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
@@ -435,60 +430,9 @@ class QLinear(nn.Linear):
             destination.pop(f"{prefix}weight", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
-        whole = self._take_whole_weight(state_dict, prefix, rest[-1])
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        if self.frozen is not None:
-            rest[2][:] = [key for key in rest[2] if key != f"{prefix}weight"]  # of the missing ones
-        if whole is not None:
-            state_dict[f"{prefix}weight"] = whole
-        if self.gathered is not None:
-            self.gathered.forget()
-        if not self.weight.is_meta and any(each.is_meta for each in self._memory().values()):
-            self.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
-            self._renew_state()
-        own = {f"{prefix}{name}": value for name, value in self._memory().items()}
-        given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in _ADDED))}
-        recipe = None if self.recipe is None else self.recipe.name
-        if own and f"{prefix}weight" in state_dict and not given:
-            state_dict.update(own)  # a copy that load_state_dict made
-            warnings.warn(
-                f"load_state_dict: what is loaded has no {_words(self._memory())} for recipe {recipe!r}: it was saved before the model was "
-                "converted, or with another recipe. They stay as they are: of a model just converted they begin with the data of the "
-                "next steps. Where they are of other weights, convert again.",
-                stacklevel=2,
-            )
-        elif given - own.keys():  # torch raises or, not strict, leaves them out: which it is, it does not say here
-            warnings.warn(
-                f"load_state_dict: what is loaded was saved with another recipe than {recipe!r}, which has no place for "
-                f"{_words(key.removeprefix(prefix) for key in given - own.keys())}. Convert the model as the one that was saved "
-                f"was, load, and convert again to {recipe!r}; or leave out what belongs to recipes with strict=False.",
-                stacklevel=2,
-            )
+        from narrowgauge.nn.linear_state import load
 
-    def _take_whole_weight(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> Tensor | None:
-        """Removes a 16-bit weight for a frozen layer, which takes the codes of it, and codes for one that is not frozen, an error."""
-        frozen, key = f"{prefix}frozen.", f"{prefix}weight"
-        if self.frozen is None:
-            if taken := [each for each in state_dict if each.startswith(frozen)]:
-                for each in taken:
-                    state_dict.pop(each)
-                errors.append(
-                    f"{key} was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze(model, patterns, codes=True) before "
-                    "loading, or save after narrowgauge.memory.thaw(model)."
-                )
-            return None
-        whole: Tensor | None = state_dict.pop(key, None)
-        if whole is None:
-            return None
-        if whole.shape != self.weight.shape:
-            errors.append(
-                f"size mismatch for {key}: {list(whole.shape)} in the state, {list(self.weight.shape)} in the model."
-            )
-        else:
-            self.frozen.write(self, whole.to(self.weight.device, self.weight.dtype))
-        state_dict.update({f"{frozen}{name}": own for name, own in self.frozen.state_dict().items()})
-        return whole
+        load(self, super()._load_from_state_dict, state_dict, prefix, *rest)
 
     def plan(self, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
         """What its recipe means on a device, worked out once; see `LinearPlan.of`."""
@@ -508,21 +452,7 @@ class QLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | {
-            "_cache": None,
-            "precast": None,
-            "observer": None,
-            "_plans": {},
-            "peers": None,
-            "gathered": None,
-            "step_ended": False,
-        }
-
-
-def _words(names: Iterable[str]) -> str:
-    """What tensors that recipes add hold, in words."""
-    modules = {name.partition(".")[0] for name in names}
-    return ", ".join(words for name, words in _ADDED.items() if name in modules)
+        return self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False}
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

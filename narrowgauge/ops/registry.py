@@ -2,23 +2,26 @@
 
 The last of them, `reference` (of optimizers `torch`), is the definition in plain torch and never refuses. The first kernel that does not
 refuse is taken. The refusals of the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or
-raises BackendError; it is never replaced by another. Three refusals are the registry's own: of tensors whose memory is elsewhere
-(`addresses.wrapper`), by every kernel that does not say that it computes by torch's operators alone; of a device on which the
-kernel fails its check (selfcheck.py); and of one on which it was not measured to be faster, if it asks for that.
+raises BackendError; it is never replaced by another. Four refusals are the registry's own: of a type of device that the kernel is not
+made for; of tensors whose memory is elsewhere (`addresses.wrapper`), by every kernel that does not say that it computes by torch's
+operators alone; of a device on which the kernel fails its check (selfcheck.py); and of one on which it was not measured to be
+faster, if it asks for that. A kernel's own module is imported where it is first asked (`imported`).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import dry_run_on, wrapper
+from narrowgauge.addresses import dry_run_on, is_compiling, wrapper
 from narrowgauge.errors import BackendError, closest
 from narrowgauge.recipe import Cast
 
@@ -88,6 +91,12 @@ def device_facts(device_type: str, index: int | None) -> Device:
     return Device(device_type)
 
 
+def type_of(device: torch.device) -> str:
+    """The type of a device, as "cuda"; in a dry run the pretended one's, wherever fake tensors say that they are."""
+    pretended = None if is_compiling() else dry_run_on()
+    return device.type if pretended is None else str(pretended.type)
+
+
 def device_of(x: Tensor, *others: Tensor | None) -> Device:
     """The Device of x, for a call with x and the others."""
     return facts_of(x.device, wrapper(x, *others))
@@ -131,6 +140,7 @@ def _cuda_facts(index: int) -> Device:
 class Kernel(Generic[Spec]):
     """One way to compute an op. refuse(spec) is None when it can.
 
+    on        the type of the devices that it is made for; elsewhere it is refused unasked. None: it says itself
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
     check     loads the `selfcheck.Check` by which it is examined on a device before it is first taken there; None of definitions
     replays   whether what it launches follows from the forms of its tensors alone, so that `ops.triton.replay` may make it again
@@ -140,10 +150,20 @@ class Kernel(Generic[Spec]):
     name: str
     refuse: Callable[[Spec], Refusal | None]
     run: Callable[..., Any]
+    on: str | None = None
     by_torch: bool = False
     check: Callable[[], Any] | None = None
     replays: bool = False
     slower: Callable[[str, int | None], str | None] | None = None
+
+
+def imported(module: str, function: str) -> Callable[..., Any]:
+    """The function of a module that is imported at the first call."""
+
+    def call(*given: Any) -> Any:
+        return getattr(sys.modules.get(module) or import_module(module), function)(*given)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -174,7 +194,7 @@ class Registry(Generic[Spec]):
     def register(self, *kernels: Kernel[Spec]) -> None:
         """Adds kernels, with the registry's own refusals where they concern them."""
         for kernel in kernels:
-            guarded = not kernel.by_torch or kernel.check is not None
+            guarded = not kernel.by_torch or kernel.check is not None or kernel.on is not None
             self.kernels.append(replace(kernel, refuse=self._guarded(kernel)) if guarded else kernel)
 
     def _guarded(self, kernel: Kernel[Spec]) -> Callable[[Spec], Refusal | None]:
@@ -197,6 +217,8 @@ class Registry(Generic[Spec]):
             if device.wrapper and not kernel.by_torch:
                 hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
                 return Refusal("wrapper", hides)
+            if kernel.on is not None and device.type != kernel.on:
+                return Refusal("device", f"needs a {kernel.on.upper()} device, the tensor is on {device.type}")
             refusal = kernel.refuse(spec)
             if refusal is not None or kernel.check is None or device.index is None:
                 return refusal

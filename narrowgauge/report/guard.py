@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from narrowgauge.diagnose.compare import Event
-from narrowgauge.diagnose.format_text import count, percent, plural, signed
+from narrowgauge.diagnose.format_text import count, percent, plural, signed, true_minus
 from narrowgauge.report.figures import THEME, canvas, label_axes, note, plot, signed_values, step_limits, svg
 from narrowgauge.report.run_data import Recorded
 
@@ -22,7 +22,7 @@ OF_VERDICT = {  # colour, marker and words
 
 
 def figure(events: Sequence[Event]) -> str:
-    """Narrow minus BF16 at each check, the noise of one check around it, and the margin; '' if no check gave a number."""
+    """Narrow minus BF16 at each check, the noise of one check around it, that on the same weights, and the margin; '' without a number."""
     finite = [event for event in events if math.isfinite(event.get("difference", math.nan))]
     if not finite:
         return ""
@@ -43,15 +43,25 @@ def figure(events: Sequence[Event]) -> str:
             ends = [place[1] - WIDTH * scale, place[1] + WIDTH * scale]
             axes.plot([place[0]] * 2, ends, color=THEME[colour], linewidth=1.6, alpha=0.6)
             plot(axes, [place], color=THEME[colour], linewidth=0, marker=marker, **OUTLINE)
+        same = [(event["step"], event["same"]) for event in finite if is_number(event.get("same"))]
+        plot(axes, same, color=THEME["muted"], linewidth=0, marker="x", markersize=6, markeredgewidth=1.4, zorder=6)
         means = [event["mean"] for event in finite]
         plot(axes, list(zip(steps, means, strict=True)), color=THEME["ink"], linewidth=1.2)
         levels = [0.0, *margins, *(-margin for margin in margins), *(event["difference"] for event in finite)]
+        levels += [value for _, value in same]
         room = 0.3 * (max(levels) - min(levels))
         axes.set_ylim(min(levels) - room, max(levels) + room)
         note(axes, "margin", (1, margins[-1]), (-4, 4), axes.get_yaxis_transform(), ha="right")
         signed_values(axes)
-        label_axes(axes, "loss of the run minus that of BF16 from the same state, nats")
+        label_axes(
+            axes,
+            "loss of the run minus that of BF16 from the same state, nats (x: of the first step, on the same weights)",
+        )
         return svg(drawn, "guard", "Differences to BF16 at the checks of the guard")
+
+
+def is_number(value: Any) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def legend(events: Sequence[Event]) -> list[tuple[str, str, str]]:
@@ -71,13 +81,16 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
     spent = sum(event["steps"] * (1 + (event.get("control") is not None)) for event in events) - became
     share = percent(spent / max(recorded.last_step, 1))
     yield f"{plural(len(events), 'check')} took {plural(spent, 'step')} that did not count, {share} of the run's."
+    if line := first_steps(events):
+        yield line
     for event in events:
         if event["verdict"] == "reference":
             yield f"Step {count(event['step'])}: the BF16 reference itself was not finite."
     alarms = [event for event in events if event["verdict"] == "worse"]
     if alarms:
         first = alarms[0]
-        yield f"First alarm at step {count(first['step'])}; the check there differed by {signed(first['difference'])} nats."
+        on = "" if first.get("seen_on", "stretch") == "stretch" else f", seen on the {first['seen_on']}"
+        yield f"First alarm at step {count(first['step'])}{on}; the check there differed by {signed(first['difference'])} nats."
     yield from map(blamed, recorded.of("blame"))
     if wide := wide_steps(recorded, events):
         yield f"In BF16 in place of the recipe: steps {', '.join(f'{count(first)} to {count(last)}' for first, last in wide)}."
@@ -97,6 +110,24 @@ def blamed(event: Event) -> str:
     if recipes := event.get("recipes"):
         said.append("In 16 bits: recipes = [" + ", ".join(f'"{entry}"' for entry in recipes) + "].")
     return " ".join(said)
+
+
+def first_steps(events: Sequence[Event]) -> str:
+    """Of the first steps of the checks, on the same weights: how far the losses differed, and the gradients; '' of older runs."""
+    same = [event["same"] for event in events if is_number(event.get("same"))]
+    if not same:
+        return ""
+    said = f"At the first step of a check, on the same weights, the loss differed by {signed(min(same))} to {signed(max(same))} nats"
+    ends = [event["slopes"] for event in events if event.get("slopes")]
+    if not ends:
+        return f"{said}; gradients were not compared."
+    lowest, highest = (
+        true_minus(f"{value:.2f}") for value in (min(low for low, _ in ends), max(high for _, high in ends))
+    )
+    most = max(event["weights"] for event in events)
+    sick = dict.fromkeys(name for event in events for name in event.get("sick") or ())
+    others = f"; another gradient: {', '.join(sick)}" if sick else ""
+    return f"{said}, and the gradients of {plural(most, 'weight')} had slopes of {lowest} to {highest}{others}."
 
 
 def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, int]]:

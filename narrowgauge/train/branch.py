@@ -102,6 +102,7 @@ def _begin(config: TrainConfig, path: Path) -> list[str]:
 
 def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     """Gives a new trainer the state of another, in its own formats. Returns a sentence on each part."""
+    branch.feed.restore(parent.feed.state())
     if _same_recipes(parent.config, branch.config):
         branch.watch.prepare(parent.watch.facts())  # what a guard has given the run since it began
         branch.watch.restore(parent.watch.facts())
@@ -124,7 +125,6 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         branch.scaler.load_state_dict(parent.scaler.state_dict())
     elif branch.scaler:
         said.append("The loss scale starts anew: the parent has none.")
-    branch.feed.restore(parent.feed.state())
     branch.step, branch.trained_s, branch.skipped_steps = parent.step, parent.trained_s, parent.skipped_steps
     if branch.best.metric and branch.best.metric == parent.best.metric and (weights := parent.best.weights()):
         best = parent.best

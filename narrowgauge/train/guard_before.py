@@ -1,4 +1,7 @@
-"""What a guard finds before a run goes on: what one has written into its checkpoints, and room for a copy of its state."""
+"""What a guard finds before a run goes on: what one has written into its checkpoints, and room for a copy of its state.
+
+A check that was under way goes on if its terms are the same: else its steps in BF16 are none to compare the run with.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from narrowgauge import manifest
 from narrowgauge.diagnose.guard.fork import NAME, refuse_room
+from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.model import chosen_recipe, with_stage
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.place import NUMBERS, STEPS
 from narrowgauge.train.watch import Watch
 
 if TYPE_CHECKING:
@@ -30,6 +38,20 @@ def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         return decode(facts[KEY])
 
 
+def with_given(stages: list[Stage], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]) -> list[Stage]:
+    """The stages with that of a guard, where it has given the run a wider recipe for good."""
+    if (switched := known_of(facts).get("switched")) is None:
+        return stages
+    step, name = switched
+    return with_stage(stages, model, chosen_recipe(config, name), step, f"guard: {name}@{step}")
+
+
+def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
+    """What the losses of a check depend on and what may change in it: on resuming, in a branch, where a spike's batch is left out."""
+    of_run = {name: str(getattr(trainer.config, name)) for name in sorted(NUMBERS | STEPS | {"steps"})}
+    return {"run": of_run, "left_out": trainer.feed.left_out, "every": settings.every, "steps": settings.steps}
+
+
 class Unguarded(Watch):
     """A run without a guard, which may have had one: the recipe that it was given stays."""
 
@@ -44,12 +66,8 @@ class Unguarded(Watch):
                 f"output = {self.trainer.config.output!r}: the guard of this run has put it into BF16 until its next check. Resume with "
                 "--guard as it was, as --guard then=stay with its other keys."
             )
-        if (switched := known.get("switched")) is not None:
-            step, name = switched
-            recipe = chosen_recipe(self.trainer.config, name)
-            self.trainer.stages = with_stage(
-                self.trainer.stages, self.trainer.model, recipe, step, f"guard: {name}@{step}"
-            )
+        if known.get("switched") is not None:
+            self.trainer.stages = with_given(self.trainer.stages, self.trainer.model, self.trainer.config, facts)
             self._before = {KEY: facts[KEY]}
 
     def facts(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,45 +24,28 @@ import torch
 
 from narrowgauge import storage
 from narrowgauge.conversion import suspended
-from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits
 from narrowgauge.diagnose.format_text import percent, plural, size
-from narrowgauge.diagnose.guard.check import judged, wants_control
-from narrowgauge.diagnose.guard.evidence import REFERENCE, WORSE, Verdict
+from narrowgauge.diagnose.guard.check import wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
+from narrowgauge.diagnose.guard.refusals import is_narrow
+from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
+from narrowgauge.diagnose.guard.verdict import REFERENCE, WORSE, Verdict
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy
+from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel import checkpoints
+from narrowgauge.train.running_check import FirstStep, Running
 from narrowgauge.train.stretch import Stretch, taken, undone
 from narrowgauge.train.watch import Watch
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
-
-
-@dataclass
-class Running:
-    """A check that has begun.
-
-    wide     the steps of the stretch, as the log of a run has them
-    lost     the step at which BF16 was not finite; 0: none
-    control  losses of a second one; None: there was none
-    narrow   losses of the run since
-    spent_s  in the stretch; trained_s: of the run before it
-    """
-
-    begun: int
-    wide: list[dict[str, Any]]
-    lost: int = 0
-    control: list[float] | None = None
-    narrow: list[float] = field(default_factory=list)
-    spent_s: float = 0.0
-    trained_s: float = 0.0
 
 
 class Guard(Watch):
@@ -74,6 +56,7 @@ class Guard(Watch):
         self.evidence = settings.evidence()
         self.known: Verdict | None = None
         self.running: Running | None = None
+        self.first: FirstStep | None = None  # of the check under way, until the run has taken it
         self.switched: tuple[int, str] | None = None  # the step after which the recipe became a wider one, and its name
         self.verdicts: list[str] = []
         self.stretch_steps = 0  # that did not count
@@ -86,7 +69,7 @@ class Guard(Watch):
 
     def _refuse(self) -> None:
         trainer, config = self.trainer, self.trainer.config
-        if not any(_is_narrow(each) for each in trainer.model.modules()):
+        if not any(isinstance(each, QLinear) and is_narrow(each.recipe) for each in trainer.model.modules()):
             raise ConfigError(
                 f"guard = {config.guard!r}: no product of recipe {config.recipe!r} is narrower than 16 bits, so there is nothing to guard. "
                 "Remove guard, or name a narrow recipe."
@@ -130,7 +113,8 @@ class Guard(Watch):
             f"step {trainer.step}: guard: {plural(steps, 'step')} in BF16 from here{', twice' if again else ''}{self._duration(again)}"
         )
         with undone(trainer, self.where):
-            wide = taken(trainer, steps)
+            with FirstGradients(trainer.model, trainer.optimizer) as gradients:
+                wide = taken(trainer, steps)
             self._count(wide)
             if not wide.ended and not wide.lost and self.settings.keeps_reference:
                 checkpoints.save(self.kept, trainer.step, *trainer.collected(), 1, trainer.ranks)
@@ -144,7 +128,7 @@ class Guard(Watch):
             if control.ended:
                 return
             running.control = control.losses
-        self.running = running
+        self.running, self.first = running, FirstStep(trainer, gradients.samples, wide.steps)
         self._be_wide(False)  # narrow numbers are tried
 
     def _count(self, found: Stretch) -> None:
@@ -161,31 +145,34 @@ class Guard(Watch):
             self.running.narrow.append(loss)
 
     def after_step(self, show: Console) -> None:
-        trainer, running, steps = self.trainer, self.running, self.settings.steps
+        trainer, running = self.trainer, self.running
+        if running is not None and self.first is not None:
+            running.slopes, self.first = self.first.slopes(), None
         if running is None or not self._ends_after(trainer.step):
             return
         self.running = None
-        wide = [each["loss"] for each in running.wide]
-        verdict, said = judged(self.evidence, running.begun, steps, running.narrow, wide, running.control)
+        verdict, said = running.judged(self.evidence, self.settings.steps)
         self.known = verdict
         self.verdicts.append(verdict.name)
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # it has the wider recipe already
+        if then and grows_into_steps(trainer.model, verdict):
+            then = WARN
+        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
         if then and self.verdicts[-2:-1] != [WORSE]:
             self._blame(show)
         if then and then != WARN:
             self._become(running, show)
-        trainer.log.write(
-            "guard", trainer.step, **{**said, "lost": running.lost}, then=then, spent_s=running.spent_s,
-        )  # fmt: skip
-        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
+        trainer.log.write("guard", trainer.step, **said, then=then, spent_s=running.spent_s)
 
     def _follows(self, verdict: Verdict, then: str) -> str:
         if verdict.name == REFERENCE:
             return " Lower the learning rate, or look at the data of these steps."
         if then == STAY:
             return " The run goes on in BF16 until the next check."
+        if then and grows_into_steps(self.trainer.model, verdict):
+            return f" {GROWN}"
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         return f" From here on the run has recipe {then}." if then else ""
@@ -255,11 +242,8 @@ class Guard(Watch):
 
     def facts(self) -> dict[str, Any]:
         """As text, since a reference may have diverged, and JSON has no infinity."""
-        running = (
-            None
-            if self.running is None
-            else {**asdict(self.running), "every": self.settings.every, "steps": self.settings.steps}
-        )
+        is_known = self.running is not None and self.first is None  # else the check begins anew
+        running = self.running.facts(terms(self.trainer, self.settings)) if self.running and is_known else None
         known = {
             "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
             "switched": self.switched, "stretch_steps": self.stretch_steps, "stretch_s": self.stretch_s,
@@ -281,11 +265,15 @@ class Guard(Watch):
         self.evidence.load_state_dict(known["checks"])
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
-        running = known["running"]
-        if running and (running.pop("every"), running.pop("steps")) == (self.settings.every, self.settings.steps):
-            self.running = Running(**running)
-        elif running:
-            tell("Note: the check that was under way is dropped, since the guard has other steps now.")
+        if self.first is not None:
+            self.first.close()
+        self.running = self.first = None
+        if known["running"]:
+            self.running = Running.of(known["running"], terms(self.trainer, self.settings))
+        if known["running"] and self.running is None:
+            tell(
+                "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
+            )
 
     def saved(self) -> None:
         """A checkpoint of the run no longer needs what waited for the end of a check."""
@@ -309,7 +297,7 @@ class Guard(Watch):
         show.say(
             f"Guard: {plural(len(begins), 'check')} of {plural(settings.steps, 'step')} in BF16, after step {begins[0]} and every "
             f"{settings.every}; margin {settings.margin_words()}; then {settings.then}. In a check {size(nbytes)} of state wait in "
-            f"{place}{kept}."
+            f"{place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
         )
 
     def last_words(self) -> str:
@@ -325,9 +313,3 @@ class Guard(Watch):
 def watch_of(trainer: Trainer) -> Watch:
     settings = parse(trainer.config.guard)
     return Unguarded(trainer) if settings is None else Guard(trainer, settings)
-
-
-def _is_narrow(module: Any) -> bool:
-    """Whether a layer computes a product on narrow numbers."""
-    recipe = module.recipe if isinstance(module, QLinear) else None
-    return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())

@@ -35,7 +35,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
 from narrowgauge.diagnose.guard.fork import Fork
-from narrowgauge.diagnose.guard.loop import nudge
+from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train import launches, step, stepping

@@ -27,12 +27,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from narrowgauge.conversion import advance
-from narrowgauge.diagnose.guard.evidence import WORSE
 from narrowgauge.diagnose.guard.loop import Guard
+from narrowgauge.diagnose.guard.verdict import WORSE
 from narrowgauge.errors import ConfigError
 
 KEY = "narrowgauge_guard"  # in `TrainerState.stateful_callbacks`
-NUMBERS = ("difference", "mean", "margin", "e_worse", "e_within", "checks")  # of a verdict that `Trainer.log` gets
+NUMBERS = (
+    "difference",
+    "same",
+    "mean",
+    "margin",
+    "e_worse",
+    "e_within",
+    "checks",
+)  # of a verdict that `Trainer.log` gets
 
 logger = logging.get_logger(__name__)
 
@@ -40,7 +48,7 @@ logger = logging.get_logger(__name__)
 class GuardMixin:
     """Goes before a Trainer: `class MyTrainer(GuardMixin, Trainer)`.
 
-    guard        the settings, as `narrowgauge train --guard`
+    guard        the settings, as `narrowgauge train --guard`; '': none
     guard_where  of the copy of the state: "host", or a folder on a disk
 
     trainer.guard is the `narrowgauge.Guard`, from the begin of training on; its `events` have the numbers of every check.
@@ -55,24 +63,28 @@ class GuardMixin:
     add_callback: Callable[..., None]
     log: Callable[..., None]
 
-    def __init__(self, *given: Any, guard: str, guard_where: str | Path = "host", **named: Any) -> None:
+    def __init__(self, *given: Any, guard: str = "", guard_where: str | Path = "host", **named: Any) -> None:
         super().__init__(*given, **named)
+        self.guard: Guard | None = None
+        self.guard_settings, self.guard_where = guard, guard_where
+        if not guard:
+            return
         if getattr(self, "is_deepspeed_enabled", False) or self.args.n_gpu > 1:
             raise ConfigError(
                 "GuardedTrainer: DeepSpeed and DataParallel take steps where they cannot be taken back. Use one process for each GPU "
                 "with DDP or FSDP, or leave the guard out."
             )
-        self.guard: Guard | None = None
-        self.guard_settings, self.guard_where = guard, guard_where
         self.micro_batches: list[dict[str, Any]] = []  # of the optimizer step under way
         self.step_losses: list[Tensor] = []
         self.items: Any = None
         self.add_callback(GuardCallback(self))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **named: Any) -> Tensor:
-        """The Trainer's; keeps what it was given."""
+        """The Trainer's; with a guard it keeps what it was given."""
         kept = dict(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch, **named)  # type: ignore[misc]
+        if not self.guard_settings:
+            return loss
         self.micro_batches.append(kept)
         self.step_losses.append(loss)
         self.items = num_items_in_batch
@@ -106,7 +118,10 @@ class GuardMixin:
     def tell_verdict(self, event: dict[str, Any]) -> None:
         is_worse = event["verdict"] == WORSE
         was_due = self.control.should_log  # which logging takes away: the step has a line of its own
-        self.log({f"guard_{name}": event[name] for name in NUMBERS} | {"guard_worse": int(is_worse)})
+        self.log(
+            {f"guard_{name}": event[name] for name in NUMBERS if event[name] is not None}
+            | {"guard_worse": int(is_worse)}
+        )
         self.control.should_log = was_due
         say = logger.warning if is_worse else logger.info
         say(f"guard, steps {event['begun'] + 1} to {event['step']}: {event['sentence']}")

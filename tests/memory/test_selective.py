@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.memory import checkpoint, saved_bytes
+from narrowgauge.memory import checkpoint, saved_bytes, selective
 from narrowgauge.nn import plan as nn_plan
-from narrowgauge.ops.mm import triton
+from narrowgauge.ops.mm import cublas, int4_units, triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan import Step, count
 from tests.memory.models import batch, llama, step
@@ -23,6 +23,7 @@ ADA = Device("cuda", (8, 9), cuda=(12, 9))
 INPUTS = {**batch(), "use_cache": False}
 LINEARS = 7  # of a block
 BLOCKS = 4
+_OPERATORS = ((triton, "block_mm"), (cublas, "scaled_mm"), (int4_units, "int4_mm"))
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -160,3 +161,10 @@ def test_a_block_that_computes_something_else():
         RuntimeError, match=r"the repetition computes aten\.bmm\.default there\. A block must compute the same"
     ):
         loss.backward()
+
+
+def test_graphs_keep_the_products_that_are_operators_of_ours():
+    """What torch.compile's partitioner is told: each of them is defined by the module of its kernel."""
+    ours = [getattr(module.torch.ops.narrowgauge, name) for module, name in _OPERATORS]
+    assert all(selective._keeps(each.default, (), {}) for each in ours)
+    assert not selective._keeps(torch.ops.aten.add.Tensor, (), {})

@@ -30,6 +30,7 @@ from tests.selection import quick
 
 triton = pytest.importorskip("triton")
 
+[KERNEL] = (kernel for kernel in KERNELS.kernels if kernel.name == "triton")
 VECTOR, SQUARE = (Cast(format=E4M3, tile=tile) for tile in ((1, 128), (128, 128)))
 # Instruction that multiplies FP8, and bytes of shared memory that a block may have (CUDA programming guide, table of limits).
 ARCHITECTURES = {
@@ -138,15 +139,15 @@ def test_ampere_has_no_such_instruction():
     ],
 )
 def test_every_refusal_has_its_reason(lhs, rhs, device, words, triton_installed):
-    refusal = triton_kernel.refuse(MmSpec(lhs, rhs, device))
+    refusal = KERNEL.refuse(MmSpec(lhs, rhs, device))
     assert (refusal and refusal.text) == words
     if words is None:
-        assert triton_kernel.refuse(MmSpec(lhs, rhs, device, True)).code == "expanded"
+        assert KERNEL.refuse(MmSpec(lhs, rhs, device, True)).code == "expanded"
 
 
 def test_without_triton_it_says_so(monkeypatch):
     monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "triton is not installed")
-    refusal = triton_kernel.refuse(MmSpec(VECTOR, SQUARE, Device("cuda", (9, 0))))
+    refusal = KERNEL.refuse(MmSpec(VECTOR, SQUARE, Device("cuda", (9, 0))))
     assert refusal == Refusal("toolchain", "triton is not installed")
 
 
@@ -190,7 +191,7 @@ def test_on_this_gpu(lhs, rhs, shape):
     left = quantize(torch.randn(shape[0], shape[2], device="cuda"), lhs)
     right = quantize(torch.randn(shape[1], shape[2], device="cuda"), rhs)
     bias = torch.randn(shape[1], device="cuda")
-    reason = triton_kernel.refuse(MmSpec(lhs, rhs, Device("cuda", torch.cuda.get_device_capability())))
+    reason = KERNEL.refuse(MmSpec(lhs, rhs, Device("cuda", torch.cuda.get_device_capability())))
     if reason:
         pytest.skip(reason.text)
     out = mm(left, right, bias=bias, backend="triton")

@@ -63,6 +63,30 @@ def test_a_wider_recipe_leaves_the_stretch_alone_in_bf16(then, steps):
     assert last == f"In BF16 in place of the recipe: steps {steps}."
 
 
+def test_what_the_first_steps_showed_is_drawn_and_said():
+    first = {**check(8, 0.001, "unknown"), "same": 0.002, "weights": 14, "slopes": [0.0, 1.25], "sick": []}
+    second = {
+        **check(16, 0.001, "worse", "warn"),
+        "same": -0.003,
+        "weights": 14,
+        "slopes": [-0.5, 1.0],
+        "sick": ["a.up"],
+    }
+    found = guard.section(recorded(first, second | {"seen_on": "gradient"}))
+    assert (
+        "At the first step of a check, on the same weights, the loss differed by \N{MINUS SIGN}0.0030 to +0.0020 nats, and the "
+        "gradients of 14 weights had slopes of \N{MINUS SIGN}0.50 to 1.25; another gradient: a.up."
+    ) in found["sentences"]
+    assert (
+        "First alarm at step 20, seen on the gradient; the check there differed by +0.0010 nats." in found["sentences"]
+    )
+    assert "x: of the first step" in found["figure"]
+    [_, _, unseen, *_] = guard.section(recorded({**check(8, 0.001, "unknown"), "same": 0.002, "slopes": None}))[
+        "sentences"
+    ]
+    assert unseen.endswith("gradients were not compared.")
+
+
 def test_a_reference_that_diverged_is_said_and_not_drawn():
     found = guard.section(recorded(check(8, math.nan, "reference")))
     assert found["figure"] == "" and "Step 12: the BF16 reference itself was not finite." in found["sentences"]

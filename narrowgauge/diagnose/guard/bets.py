@@ -24,12 +24,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from narrowgauge.diagnose.guard.verdict import SAME_WEIGHTS, STRETCH, UNKNOWN, WITHIN, WORSE
 
 BETS = (0.5, 1.0, 2.0)  # in scales: the gaps beyond the margin that each one is made for
 LIMIT = 30.0  # of one check's factor. E = 20 then needs two checks at least
 CEILING = 1000.0
 KEPT = 32
+ENOUGH = 20.0  # 1 / 5 %
+LEAST_SCALE = 1 / 3  # of the margin, before any noise was seen: a gap of twice the margin is found by the third check
+LEAST_SCALE_WITHIN = 1 / 4  # the same for what is bet on "within"
+WILD = 2  # margins: jumps between checks by more are no noise, unless controls jump as well
+WEARS_OFF = 4  # noise values after which both are smaller by sqrt(2)
 QUANTILE = 0.1  # of chi squared: the true scale exceeds the one taken in one of ten
 
 
@@ -99,6 +106,94 @@ class Scale:
     def limited(self, limit: float) -> float:
         """The value, but no more than `limit` where controls do not show that much: a run that jumps by more departs, that is no noise."""
         return min(self.value, max(limit, 3 * _upper(self._controls)))
+
+
+class Bets:
+    """Everything that is bet on one number of each check of a run: that it is worse, and that it is within the margin."""
+
+    def __init__(self) -> None:
+        self._scale = Scale()
+        self._above, self._below, self._either = Money(), Money(), Money()
+        self._not_above, self._not_below = Money(), Money()
+        self._newest = 0.0
+
+    def add(self, difference: float, margin: float, controls: Iterable[float] = (), *, grow: bool = True) -> None:
+        """controls: what has the scale of this check's noise, and no more. grow=False leaves the scale as it is."""
+        for each in filter(math.isfinite, controls):
+            self._scale.control(each)
+        scale = self.scale_at(margin)
+        above, below = factors((difference - margin) / scale), factors((-difference - margin) / scale)
+        self._above.bet(above)
+        self._below.bet(below)
+        self._either.bet([(up + down) / 2 for up, down in zip(above, below, strict=True)])
+        scale = max(self._scale.value, self._least(margin, LEAST_SCALE_WITHIN))
+        self._not_above.bet(factors((margin - difference) / scale))
+        self._not_below.bet(factors((margin + difference) / scale))
+        self._newest = difference
+        if grow:
+            self._scale.difference(difference)
+
+    def scale_at(self, margin: float) -> float:
+        """The noise that is assumed of the next check, against "within"."""
+        return max(self._scale.limited(WILD * margin), self._least(margin, LEAST_SCALE))
+
+    def _least(self, margin: float, part: float) -> float:
+        return part * margin / math.sqrt(1 + self._scale.count / WEARS_OFF)
+
+    @property
+    def e_worse(self) -> float:
+        return statistics.fmean((self._above.value, self._below.value, self._either.value))
+
+    @property
+    def e_within(self) -> float:
+        return min(self._not_above.value, self._not_below.value)
+
+    @property
+    def checks(self) -> int:
+        return self._above.checks
+
+    def direction(self) -> str:
+        """The side on which it is worse, if it is."""
+        above, below = self._above.value, self._below.value
+        up = above > below if max(above, below) >= ENOUGH else self._newest > 0
+        return "higher" if up else "lower"
+
+
+class RunBets:
+    """The bets on both numbers of a run's checks. Where no check had a number on the same weights, those on the stretch alone."""
+
+    def __init__(self) -> None:
+        self.stretch, self.same = Bets(), Bets()
+
+    def add(
+        self, difference: float, same: float | None, margin: float, control: float | None = None, noise: Iterable[float] = (),
+        *, grow: bool = True,
+    ) -> None:  # fmt: skip
+        """One check; control, noise: of the stretch, and on the same weights. grow=False leaves the scales as they are."""
+        self.stretch.add(difference, margin, () if control is None else (control,), grow=grow)
+        if same is not None:
+            self.same.add(same, margin, noise, grow=grow)
+
+    @property
+    def _judged(self) -> list[Bets]:
+        return [self.stretch, self.same] if self.same.checks else [self.stretch]
+
+    @property
+    def e_worse(self) -> float:
+        """The mean of e-values is one."""
+        return statistics.fmean(each.e_worse for each in self._judged)
+
+    @property
+    def e_within(self) -> float:
+        """Against "one of both lies outside": the smaller one."""
+        return min(each.e_within for each in self._judged)
+
+    def verdict(self) -> tuple[str, str, str]:
+        """Name, what it was seen on, direction."""
+        if self.e_worse >= ENOUGH:
+            loudest = max(self._judged, key=lambda each: each.e_worse)
+            return WORSE, STRETCH if loudest is self.stretch else SAME_WEIGHTS, loudest.direction()
+        return (WITHIN if self.e_within >= ENOUGH else UNKNOWN), "", ""
 
 
 def _upper(values: Sequence[float]) -> float:

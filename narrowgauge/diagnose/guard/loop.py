@@ -35,20 +35,25 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.conversion import suspended
-from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switch
+from narrowgauge.conversion.switching import switch
+from narrowgauge.diagnose.format_text import size
 from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
-from narrowgauge.diagnose.guard.evidence import WORSE, Verdict
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
-from narrowgauge.diagnose.guard.settings import GuardSettings, parse
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
+from narrowgauge.diagnose.guard.nudge import nudge
+from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_state
+from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
+from narrowgauge.diagnose.guard.settings import GuardSettings, chosen
+from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.optim import shards
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
+SEQUEL = "Which product it is: narrowgauge.diagnose.blame.blame(model, batch)."
 COPIES = 2  # of the state, at most: that of the begin and that of the end, while a control is taken
 
 
@@ -58,23 +63,15 @@ class _Check:
 
     begun  the steps of the run before it
     fork   the state of then
+    first  the gradients of its first step
     """
 
     begun: int
     fork: Fork
+    first: FirstGradients
     batches: list[Kept] = field(default_factory=list)
     generators: list[dict[str, Any]] = field(default_factory=list)  # before each step: a data set may draw between two
     losses: list[Any] = field(default_factory=list)
-
-
-@torch.no_grad()
-def nudge(model: nn.Module) -> None:
-    """Moves every second float32 weight by one unit in the last place, of 16 bits every 64th; on all ranks that hold it alike."""
-    for parameter in model.parameters():
-        part = shards.local(parameter)
-        if part.is_floating_point() and part.itemsize > 1 and part.untyped_storage().nbytes():
-            some = part[..., :: 2 if part.itemsize > 2 else 64] if part.ndim else part
-            some.copy_(torch.nextafter(some, torch.full_like(some, torch.inf)))
 
 
 class Guard:
@@ -104,11 +101,7 @@ class Guard:
         Raises ConfigError for settings that cannot work, OutOfMemoryError or StorageError where the copy has no room.
         """
         require_module(model, "Guard")
-        found = parse(settings) if isinstance(settings, str) else settings
-        if found is None:
-            raise ConfigError(
-                "Guard: the settings are empty. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'."
-            )
+        found = chosen(settings)
         self.settings, self.model, self.optimizer, self.scaler = found, model, optimizer, scaler
         self.also, self.where, self.events = list(also), where, list[dict[str, Any]]()
         self.evidence = found.evidence()
@@ -120,7 +113,7 @@ class Guard:
         self._check: _Check | None = None
         self._wide = ExitStack()  # not empty: the run is in BF16 until the next check
         self._is_wide, self._given = False, ""
-        self._refuse()
+        refuse(model, self._optimizers, self.also, found.recipe)
         self.nbytes = fork_bytes(model, optimizer, self.also)
         refuse_room(COPIES * self.nbytes, where, "a check of the guard")
 
@@ -130,7 +123,7 @@ class Guard:
         try:
             loss = self._step(batch)
         except BaseException:
-            self._check = None  # which steps were taken is not known
+            self._drop()  # which steps were taken is not known
             raise
         self.after_step(batch, loss)
         return loss
@@ -141,21 +134,29 @@ class Guard:
         if self._check is None and self._taken >= self._next and not is_cut and self._given != "bf16":
             self._wide.close()
             self._is_wide = False
-            self._check = _Check(self._taken, Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also))
+            fork = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
+            self._check = _Check(self._taken, fork, FirstGradients(self.model, self.optimizer))
         if self._check is not None:
             self._check.generators.append(generators())
 
     def after_step(self, batch: Any, loss: Any) -> None:
         """And after it, with its batch and mean loss. Ends a check that has its steps."""
+        refuse_no_loss(loss)
         self._taken += 1
         if self._check is None:
             return
+        self._check.first.close()
         self._check.batches.append(Kept(batch))
         self._check.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         if len(self._check.batches) == self.settings.steps:
             check, self._check = self._check, None
             self._judge(check)
             self._next = self._multiple(self._taken)
+
+    def _drop(self) -> None:
+        if self._check is not None:
+            self._check.first.close()
+        self._check = None
 
     def _multiple(self, step: int) -> int:
         """The first step from there on after which a check begins."""
@@ -168,11 +169,12 @@ class Guard:
 
     def words(self) -> str:
         """What it does and costs, for whoever starts the run."""
-        settings, gib = self.settings, COPIES * self.nbytes / 2**30
+        settings = self.settings
         place = "the host's memory" if self.where == "host" else str(self.where)
         return (
             f"Guard: every {settings.every} steps, {settings.steps} in BF16 on the same batches; harmless is {settings.margin_words()}. "
-            f"A check keeps {settings.steps} batches, and up to {gib:.2f} GiB in {place}."
+            f"A check keeps {settings.steps} batches, and up to {size(COPIES * self.nbytes)} in {place}. "
+            f"{words(self.model, self.optimizer)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,13 +187,10 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. Call it before the model's, which may have got another recipe since.
 
-        Raises ConfigError for a guard with other settings.
+        Raises ConfigError for a guard with other settings, and for what no guard gave.
         """
-        if state["settings"] != repr(self.settings):
-            raise ConfigError(
-                f"Guard: its state is of {state['settings']}, and this one is {self.settings!r}. Resume with the settings it had."
-            )
-        self._check = None
+        refuse_state(state, repr(self.settings))
+        self._drop()
         self._taken, self._next, self._given = state["taken"], state["next"], state["given"]
         self.evidence.load_state_dict(state["evidence"])
         if self._given:
@@ -209,14 +208,15 @@ class Guard:
             end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
             check.fork.restore()
             nudge(self.model)
-            control = self._in_bf16(check, end, rates)
+            control, _ = self._in_bf16(check, end, rates)
         if end is None:
             check.fork.swap()
             end = check.fork
         else:
             check.fork.restore()
-        wide = self._in_bf16(check, end, rates)
-        verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control)
+        wide, gradients = self._in_bf16(check, end, rates)
+        found = slopes(check.first.samples, gradients)
+        verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control, found)
         action = self._follow(verdict, end)
         event = {
             "event": "guard",
@@ -230,14 +230,23 @@ class Guard:
             self._tell(event)
         elif verdict.name == WORSE:
             warnings.warn(
-                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence}", stacklevel=4
+                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence} "
+                f"{GROWN if grows_into_steps(self.model, verdict) else SEQUEL}",
+                stacklevel=4,
             )
 
-    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> list[float]:
-        """The losses of the steps of a check from the state of now; `end` is put back if they fail. rates: with which they have to end."""
+    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> tuple[list[float], Samples]:
+        """Of the steps of a check from the state of now the losses, and the gradients of the first.
+
+        end: put back if they fail. rates: with which they have to end.
+        """
         losses = []
         try:
-            with self._as_reference(), suspended(self.model):
+            with (
+                self._as_reference(),
+                suspended(self.model),
+                FirstGradients(self.model, self.optimizer) as first,
+            ):
                 for kept, states in zip(check.batches, check.generators, strict=True):
                     set_generators(states)
                     loss = self._step(kept.given())
@@ -247,7 +256,7 @@ class Guard:
                     f"Guard: the same steps ended with the learning rates {rates}, and {self._rates()} when they were taken again: "
                     "something counts them that was not put back. Hand it over: Guard(..., also=[...])."
                 )
-            return self._read(losses)
+            return self._read(losses), first.samples
         except BaseException as error:
             end.restore()
             error.add_note(
@@ -274,7 +283,7 @@ class Guard:
     def _follow(self, verdict: Verdict, end: Fork) -> str:
         """Puts the run where it goes on after a verdict; says in a word what was done. The state of now is the BF16 end."""
         is_worse = verdict.name == WORSE
-        if not is_worse or not self.settings.keeps_reference or self._given:
+        if not is_worse or not self.settings.keeps_reference or self._given or grows_into_steps(self.model, verdict):
             end.restore()
             return "warn" if is_worse else ""
         if self.settings.recipe:
@@ -301,11 +310,6 @@ class Guard:
     def _read(self, losses: list[Any]) -> list[float]:
         """As numbers, the mean over ranks: one copy, one wait."""
         device = next(self.model.parameters()).device
-        for each in losses:
-            if not isinstance(each, int | float) and not (isinstance(each, torch.Tensor) and each.numel() == 1):
-                raise ConfigError(
-                    f"Guard: step returned a {type(each).__name__}. Return the mean loss of the batch, a number."
-                )
         found = torch.stack(
             [torch.as_tensor(each, dtype=torch.float64).detach().reshape(()).to(device) for each in losses]
         )
@@ -313,28 +317,3 @@ class Guard:
             dist.all_reduce(found)
             found /= dist.get_world_size()
         return list(found.tolist())
-
-    def _refuse(self) -> None:
-        """Raises ConfigError for what would not work, or would go wrong without a word."""
-        recipes = [
-            each.recipe for each in self.model.modules() if isinstance(each, QLinear) and each.recipe is not None
-        ]
-        if not any(bits(gemm) < HIGH_PRECISION_BITS for recipe in recipes for gemm in recipe.gemms().values()):
-            raise ConfigError(
-                "Guard: no product of the model is narrower than 16 bits, so there is nothing to judge. "
-                "Call narrowgauge.convert(model, ...) with a narrow recipe first."
-            )
-        learns = any(recipe.steps() for recipe in recipes)
-        if learns and any(getattr(each, "find_unused_parameters", True) is False for each in self.model.modules()):
-            raise ConfigError(
-                "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
-                "Wrap the model with find_unused_parameters=True."
-            )
-        scheduler = torch.optim.lr_scheduler.LRScheduler
-        held = any(isinstance(getattr(each, "scheduler", each), scheduler) for each in self.also)
-        for optimizer in self._optimizers:
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not held:
-                raise ConfigError(
-                    "Guard: a scheduler moves the learning rate of the optimizer, and steps of a check would move it further. "
-                    "Hand it over: Guard(..., also=[scheduler])."
-                )

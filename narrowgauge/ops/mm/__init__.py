@@ -17,6 +17,7 @@ from a native one by the order of summation only. On a GPU a kernel is taken onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import cpp, cublas, definition, triton
+from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec, refuse
-from narrowgauge.ops.registry import Choice, Kernel, Refusal, Registry, constant_while_compiling, facts_of
+from narrowgauge.ops.registry import Choice, Kernel, Refusal, Registry, constant_while_compiling, facts_of, imported
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 
@@ -41,18 +42,13 @@ def check_of_products() -> Check[MmSpec]:
     return CHECK
 
 
-def _refuse_int4(spec: MmSpec) -> Refusal | None:
-    if (refusal := refuse("native-int4")(spec)) is not None:
-        return refusal
-    from narrowgauge.ops.mm import int4_units  # brings NVRTC, and what builds and keeps binaries
-
-    return int4_units.refuse(spec)
+_CUBLAS, _BLOCKS, _CPP, _INT4 = (f"narrowgauge.ops.mm.{name}" for name in ("cublas", "triton", "cpp", "int4_units"))
 
 
-def _run_int4(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    from narrowgauge.ops.mm import int4_units
-
-    return int4_units.run(lhs, rhs, bias, out_dtype, fast_accumulate)
+def _machine_too(kernel: str, module: str) -> Callable[[MmSpec], Refusal | None]:
+    """The refusals of a kernel by its needs, then those of its module, which knows what the machine lacks."""
+    by_needs, by_machine = refuse(kernel), imported(module, "refuse")
+    return lambda spec: by_needs(spec) or by_machine(spec)
 
 
 @constant_while_compiling
@@ -64,15 +60,15 @@ def _slower_in_int4(device_type: str, index: int | None) -> str | None:
 
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(
-    Kernel("native", refuse("native"), cublas.run_scaled, by_torch=True, check=check_of_products),
-    Kernel("native-block", refuse("native-block"), cublas.run_block, by_torch=True, check=check_of_products),
-    Kernel("native-mx", refuse("native-mx"), cublas.run_mx, by_torch=True, check=check_of_products),
-    Kernel("native-int4", _refuse_int4, _run_int4, check=check_of_products, slower=_slower_in_int4),
-    Kernel("native-int8", refuse("native-int8"), cublas.run_int8, by_torch=True, check=check_of_products),
-    Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products),
-    Kernel("triton", triton.refuse, triton.run, check=check_of_products),
+    Kernel("native", refuse("native"), imported(_CUBLAS, "run_scaled"), by_torch=True, check=check_of_products),
+    Kernel("native-block", refuse("native-block"), imported(_CUBLAS, "run_block"), by_torch=True, check=check_of_products),
+    Kernel("native-mx", refuse("native-mx"), imported(_CUBLAS, "run_mx"), by_torch=True, check=check_of_products),
+    Kernel("native-int4", _machine_too("native-int4", _INT4), imported(_INT4, "run"), check=check_of_products, slower=_slower_in_int4),
+    Kernel("native-int8", refuse("native-int8"), imported(_CUBLAS, "run_int8"), by_torch=True, check=check_of_products),
+    Kernel("native-cpp", _machine_too("native-cpp", _CPP), imported(_CPP, "run"), check=check_of_products),
+    Kernel("triton", _machine_too("triton", _BLOCKS), imported(_BLOCKS, "run"), check=check_of_products),
     Kernel("reference", lambda spec: None, definition.run, by_torch=True),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from narrowgauge.formats import INT4, INT4X2
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 
@@ -21,9 +20,7 @@ EXACT_SUM = (2**24 - 1) // (7 * 98)  # and within float32, in which the parts of
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
-    """By its needs, and by the machine's."""
-    if (refusal := refuse_by_needs("native-cpp")(spec)) is not None:
-        return refusal
+    """Why this machine has no such product, or None."""
     from narrowgauge.ops.cpp import int4 as cpp
 
     if (refusal := cpp.refuse(spec.device.type)) is not None:

@@ -23,7 +23,6 @@ from narrowgauge.formats import INT4
 from narrowgauge.ops import nvrtc
 from narrowgauge.ops.mm import cublas, definition
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
 from narrowgauge.ops.registry import Refusal, constant_while_compiling
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -39,9 +38,7 @@ Bias = Tensor | None
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
-    """INT4 with one scale per tensor or row, on compute capability 8.0 to 8.9, with NVRTC."""
-    if (refusal := refuse_by_needs("native-int4")(spec)) is not None:
-        return refusal
+    """NVRTC has to be installed."""
     missing = "" if dry_run_on() is not None else nvrtc.unavailable()
     return Refusal("toolchain", missing) if missing else None
 

@@ -17,7 +17,6 @@ from narrowgauge.addresses import dry_run_on, refuse_wrappers, tell_launch
 from narrowgauge.ops import triton
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 
@@ -59,9 +58,7 @@ def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Bloc
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
-    """FP8 in tiles on compute capability 8.9 and above, with Triton installed."""
-    if (refusal := refuse_by_needs("triton")(spec)) is not None:
-        return refusal
+    """Triton has to be installed."""
     missing = (
         "" if dry_run_on() is not None else triton.unavailable()
     )  # what that device's machine has is not known here

@@ -51,7 +51,7 @@ from narrowgauge.ops.norm_act.definition import value
 from narrowgauge.ops.norm_act.spec import KINDS, NARROW, CastRequest, CastResult, Kind, NormActSpec
 from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Kernel, Refusal, Registry
+from narrowgauge.ops.registry import Kernel, Refusal, Registry, imported
 from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
@@ -120,20 +120,16 @@ def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
     return Refusal("tile", "pieces of columns as well as of rows do not stay in registers beside what computes them")
 
 
-def _in_triton(name: str) -> Callable[..., Any]:
-    """The launch of that name, of a module that imports Triton when it is called and not before."""
-    return lambda *given: getattr(import_module("narrowgauge.ops.norm_act.triton_launch"), name)(*given)
-
-
 def _check_of(which: str) -> Callable[[], Any]:
     """Loads how kernels are examined; its module is imported where a kernel is checked alone."""
     return lambda: getattr(import_module("narrowgauge.ops.norm_act.selfcheck"), which)
 
 
+_LAUNCH = "narrowgauge.ops.norm_act.triton_launch"  # which imports Triton
 FORWARD: Registry[NormActSpec] = Registry("norm_act")
-FORWARD.register(Kernel("triton", refuse, _in_triton("forward"), check=_check_of("FORWARD")))
+FORWARD.register(Kernel("triton", refuse, imported(_LAUNCH, "forward"), check=_check_of("FORWARD")))
 FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))
 
 BACKWARD: Registry[NormActSpec] = Registry("norm_act_backward")
-BACKWARD.register(Kernel("triton", refuse_backward, _in_triton("backward"), check=_check_of("BACKWARD")))
+BACKWARD.register(Kernel("triton", refuse_backward, imported(_LAUNCH, "backward"), check=_check_of("BACKWARD")))
 BACKWARD.register(Kernel("reference", lambda spec: None, definition.backward, by_torch=True))

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import E4M3, TableFormat
-from narrowgauge.ops.quantize import cpp, definition, triton
+from narrowgauge.ops.quantize import cpp, definition
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.registry import Kernel, Registry, imported
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
@@ -51,9 +51,17 @@ def check_of(op: str) -> Callable[[], Check[Spec]]:
     return load
 
 
+TRITON, LAUNCHES = (f"narrowgauge.ops.quantize.{name}" for name in ("triton", "triton_launch"))
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(
-    Kernel("triton", triton.refuse, triton.run, check=check_of("quantize"), replays=True),
+    Kernel(
+        "triton",
+        imported(TRITON, "refuse"),
+        imported(LAUNCHES, "run"),
+        "cuda",
+        check=check_of("quantize"),
+        replays=True,
+    ),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of("quantize")),
     Kernel("reference", lambda spec: None, definition.quantize, by_torch=True),
 )
@@ -68,7 +76,7 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     whole = tile == (WHOLE, WHOLE) and x.ndim == 2 and not torch.compiler.is_compiling()
     if not whole or KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name != "triton":
         return definition.tile_amax(x, tile)
-    found: Tensor = triton.amax(x)
+    found: Tensor = imported(LAUNCHES, "amax")(x)
     return found
 
 
@@ -90,14 +98,9 @@ def plan(
 
 @torch.no_grad()
 def quantize(
-    x: Tensor,
-    cast: Cast,
-    *,
-    amax: Tensor | None = None,
-    noise: Tensor | Key | None = None,
-    expand: torch.dtype | None = None,
+    x: Tensor, cast: Cast, *, amax: Tensor | None = None, noise: Tensor | Key | None = None, expand: torch.dtype | None = None,
     backend: str | None = None,
-) -> QTensor:
+) -> QTensor:  # fmt: skip
     """x [outer, inner] -> QTensor of the same shape; see the module for the contract.
 
     backend  the kernel to take: "triton", "native-cpp" or "reference"; None: the first of them that does not refuse

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Refusal
+from narrowgauge.ops.registry import Refusal, imported
 from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import Current, Window
 from narrowgauge.scaling import WHOLE
 
 LARGEST_TILE = 128
+LAUNCHES = "narrowgauge.ops.quantize.triton_launch"
 
 
 def refuse(spec: Spec) -> Refusal | None:
@@ -37,13 +35,6 @@ def refuse(spec: Spec) -> Refusal | None:
     return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
 
 
-def _launching(function: str) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
-        from narrowgauge.ops.quantize import triton_launch
-
-        return getattr(triton_launch, function)(*given)
-
-    return call
-
-
-run, both, pair, precast, amax, empty = map(_launching, ("run", "both", "pair", "precast", "amax", "empty"))
+run, both, pair, precast, amax, empty = (
+    imported(LAUNCHES, name) for name in ("run", "both", "pair", "precast", "amax", "empty")
+)

@@ -86,7 +86,12 @@ class TableTask(TrainTask):
             multiple=config.pad_multiple,
             classes=config.length_buckets,
             too_long="skip" if config.too_long == "skip" else "error",
+            stratify=config.stratify,
         )
+
+    @cached_property
+    def _strata(self) -> Indices | None:
+        return self.train.strata if self.config.stratify else None
 
     @cached_property
     def _plan(self) -> data.Plan:
@@ -94,7 +99,7 @@ class TableTask(TrainTask):
         return self.epoch(0)
 
     def epoch(self, number: int) -> data.Plan:
-        return data.plan(self.train.lengths, self._batching, number)
+        return data.plan(self.train.lengths, self._batching, number, strata=self._strata)
 
     @cached_property
     def _evaluated(self) -> data.Examples:
@@ -139,7 +144,7 @@ class TableTask(TrainTask):
 
     def feed(self, model: Any) -> "TableFeed":
         train = self.train
-        sampler = data.LengthBatchSampler(train.lengths, self._batching)
+        sampler = data.LengthBatchSampler(train.lengths, self._batching, strata=self._strata)
         collate = self.collator(widths=sampler.widths)
         return TableFeed(
             sampler, self.config.micro_batches, train.tokens, train, collate, lambda batch: self.align(batch, model)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from benchmarks.guard_planted import SETTINGS, Continuation, batches, build
+from benchmarks.guard_planted import SETTINGS, Run, batches, build
 from benchmarks.planted_faults import plant
-from narrowgauge.diagnose.guard.evidence import UNKNOWN, WITHIN, WORSE
+from narrowgauge.diagnose.guard.verdict import UNKNOWN, WITHIN, WORSE
 
 pytestmark = pytest.mark.slow
 
@@ -25,31 +25,41 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(words[each] for each in drawn)), dtype=torch.uint8).long()
 
 
-def verdicts(recipe: str) -> list[str]:
+def checks(recipe: str) -> list[dict[str, object]]:
     torch.manual_seed(0)
     model = build(SETTINGS)
     plant(model, recipe)
-    run = Continuation(model, batches(text(), 0, STEPS, SETTINGS), SETTINGS["rate"], EVERY)
-    events: list[dict[str, object]] = []
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        return loss.detach()
-
-    guard = ng.Guard(f"every={EVERY},steps={EVERY}", model, run.optimizer, step, warmup_steps=EVERY, tell=events.append)
-    for ids in run.data:
+    run, events = Run(model, SETTINGS["rate"], EVERY, STEPS), list[dict[str, object]]()
+    guard = ng.Guard(
+        f"every={EVERY},steps={EVERY}",
+        model,
+        run.optimizer,
+        run.step,
+        also=[run.scheduler],
+        warmup_steps=EVERY,
+        tell=events.append,
+    )
+    for ids in batches(text(), 0, STEPS, SETTINGS):
         guard(ids)
-    return [str(event["verdict"]) for event in events]
+    return events
 
 
-@pytest.mark.parametrize("fault", ["e2m1-tensor", "saturating"])
-def test_a_planted_fault_is_an_alarm_by_the_third_check(fault):
-    assert WORSE in verdicts(fault)[:3]
+@pytest.mark.parametrize(
+    ("fault", "seen_on"),
+    [
+        ("e2m1-tensor", "stretch"),
+        ("saturating", "same weights"),
+        ("dropped-columns", "same weights"),
+        ("dead-layer", "gradient"),
+    ],
+)
+def test_a_planted_fault_is_an_alarm_by_the_third_check(fault, seen_on):
+    found = [event for event in checks(fault)[:3] if event["verdict"] == WORSE]
+    assert found and found[0]["seen_on"] == seen_on
+    if fault == "dead-layer":
+        assert "model.layers.1.mlp.down_proj" in found[0]["sick"]
 
 
 def test_a_sound_recipe_is_certified():
-    found = verdicts("fp8-current")
+    found = [event["verdict"] for event in checks("fp8-current")]
     assert found[-1] == WITHIN and set(found) <= {UNKNOWN, WITHIN}
