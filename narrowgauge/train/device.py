@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def chosen_device(name: str) -> torch.device:
     """ "auto" is the first CUDA device if there is one, else the CPU. Raises ConfigError for one that is not here."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.")
     device = torch.device(name)
     if device.type != "cuda":
         return device
@@ -40,6 +43,17 @@ def chosen_device(name: str) -> torch.device:
         have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
         raise ConfigError(f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.")
     return torch.device("cuda", device.index or 0)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside the block torch has so many; 0: as before. What a run has in its settings: more wait for each other on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def device_name(device: torch.device) -> str:

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from narrowgauge import manifest
 from narrowgauge.diagnose.guard.fork import NAME, refuse_room
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.model import chosen_recipe, with_stage
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.place import NUMBERS, STEPS
 from narrowgauge.train.watch import Watch
@@ -33,6 +36,14 @@ def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     with state.unusable(f"{manifest.FACTS}: {KEY}"):
         return decode(facts[KEY])
+
+
+def with_given(stages: list[Stage], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]) -> list[Stage]:
+    """The stages with that of a guard, where it has given the run a wider recipe for good."""
+    if (switched := known_of(facts).get("switched")) is None:
+        return stages
+    step, name = switched
+    return with_stage(stages, model, chosen_recipe(config, name), step, f"guard: {name}@{step}")
 
 
 def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
@@ -55,12 +66,8 @@ class Unguarded(Watch):
                 f"output = {self.trainer.config.output!r}: the guard of this run has put it into BF16 until its next check. Resume with "
                 "--guard as it was, as --guard then=stay with its other keys."
             )
-        if (switched := known.get("switched")) is not None:
-            step, name = switched
-            recipe = chosen_recipe(self.trainer.config, name)
-            self.trainer.stages = with_stage(
-                self.trainer.stages, self.trainer.model, recipe, step, f"guard: {name}@{step}"
-            )
+        if known.get("switched") is not None:
+            self.trainer.stages = with_given(self.trainer.stages, self.trainer.model, self.trainer.config, facts)
             self._before = {KEY: facts[KEY]}
 
     def facts(self) -> dict[str, Any]:

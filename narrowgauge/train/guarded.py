@@ -255,8 +255,8 @@ class Guard(Watch):
             self.trainer.stages = self._stages(*switched)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        known = known_of(facts)
-        if not known:
+        self.running = None
+        if not (known := known_of(facts)):
             return
         self.switched = known["switched"] and tuple(known["switched"])
         self.verdicts, self.stretch_steps, self.stretch_s = (

@@ -19,6 +19,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train import guarded
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.device import threads
 from narrowgauge.train.parallel.followers import FollowersLog
 from narrowgauge.train.place import BEST, Place, existing, steps_of
 from narrowgauge.train.run_folder import RunFolder
@@ -42,7 +43,7 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
     Raises BusyError while the run is being trained, ConfigError for a step without a checkpoint, and what resuming raises of a
     checkpoint that is damaged, or of another model or other data.
     """
-    with RunFolder.reading(place.run) as folder:
+    with RunFolder.reading(place.run) as folder, threads(config.threads):
         step, has_all = _step_of(place, folder)
         folder.at = step if has_all else 0
         if config.epochs:

@@ -257,7 +257,7 @@ class Trainer:
             self.watch.after_step(show)
             if self._is_due(config.eval_every):
                 self._evaluate(show)
-            if stop.requested or self._is_due(config.checkpoint_every):
+            if (stop.requested and self.step != self.saved_step) or self._is_due(config.checkpoint_every):
                 self._read(show)  # a signal may come at any time
                 self._save()
         self._read(show)

@@ -210,6 +210,7 @@ def test_final_is_the_trained_model(make, monkeypatch, precision):
     saved = json.loads((final / "config.json").read_text("utf-8"))
     assert saved["use_cache"] is True and "narrowgauge" not in json.dumps(saved)
     assert sorted(path.name for path in final.parent.iterdir() if "final" in path.name) == ["final"]
+    assert len({path.stat().st_mode for path in final.iterdir()}) == 1, "who may read one file may read all"
     # Left to itself transformers rounds norms that were kept in float32 to the type of the others.
     model, info = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

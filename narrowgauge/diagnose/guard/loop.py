@@ -36,6 +36,7 @@ from torch import nn
 
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
+from narrowgauge.diagnose.format_text import size
 from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.bytes_apart import refuse_room
@@ -43,9 +44,9 @@ from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.nudge import nudge
-from narrowgauge.diagnose.guard.refusals import refuse
+from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_state
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
-from narrowgauge.diagnose.guard.settings import GuardSettings, parse
+from narrowgauge.diagnose.guard.settings import GuardSettings, chosen
 from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
@@ -100,11 +101,7 @@ class Guard:
         Raises ConfigError for settings that cannot work, OutOfMemoryError or StorageError where the copy has no room.
         """
         require_module(model, "Guard")
-        found = parse(settings) if isinstance(settings, str) else settings
-        if found is None:
-            raise ConfigError(
-                "Guard: the settings are empty. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'."
-            )
+        found = chosen(settings)
         self.settings, self.model, self.optimizer, self.scaler = found, model, optimizer, scaler
         self.also, self.where, self.events = list(also), where, list[dict[str, Any]]()
         self.evidence = found.evidence()
@@ -116,7 +113,7 @@ class Guard:
         self._check: _Check | None = None
         self._wide = ExitStack()  # not empty: the run is in BF16 until the next check
         self._is_wide, self._given = False, ""
-        refuse(model, self._optimizers, self.also)
+        refuse(model, self._optimizers, self.also, found.recipe)
         self.nbytes = fork_bytes(model, optimizer, self.also)
         refuse_room(COPIES * self.nbytes, where, "a check of the guard")
 
@@ -144,6 +141,7 @@ class Guard:
 
     def after_step(self, batch: Any, loss: Any) -> None:
         """And after it, with its batch and mean loss. Ends a check that has its steps."""
+        refuse_no_loss(loss)
         self._taken += 1
         if self._check is None:
             return
@@ -171,11 +169,12 @@ class Guard:
 
     def words(self) -> str:
         """What it does and costs, for whoever starts the run."""
-        settings, gib = self.settings, COPIES * self.nbytes / 2**30
+        settings = self.settings
         place = "the host's memory" if self.where == "host" else str(self.where)
         return (
             f"Guard: every {settings.every} steps, {settings.steps} in BF16 on the same batches; harmless is {settings.margin_words()}. "
-            f"A check keeps {settings.steps} batches, and up to {gib:.2f} GiB in {place}. {words(self.model, self.optimizer)}"
+            f"A check keeps {settings.steps} batches, and up to {size(COPIES * self.nbytes)} in {place}. "
+            f"{words(self.model, self.optimizer)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,12 +187,9 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. Call it before the model's, which may have got another recipe since.
 
-        Raises ConfigError for a guard with other settings.
+        Raises ConfigError for a guard with other settings, and for what no guard gave.
         """
-        if state["settings"] != repr(self.settings):
-            raise ConfigError(
-                f"Guard: its state is of {state['settings']}, and this one is {self.settings!r}. Resume with the settings it had."
-            )
+        refuse_state(state, repr(self.settings))
         self._drop()
         self._taken, self._next, self._given = state["taken"], state["next"], state["given"]
         self.evidence.load_state_dict(state["evidence"])
@@ -314,11 +310,6 @@ class Guard:
     def _read(self, losses: list[Any]) -> list[float]:
         """As numbers, the mean over ranks: one copy, one wait."""
         device = next(self.model.parameters()).device
-        for each in losses:
-            if not isinstance(each, int | float) and not (isinstance(each, torch.Tensor) and each.numel() == 1):
-                raise ConfigError(
-                    f"Guard: step returned a {type(each).__name__}. Return the mean loss of the batch, a number."
-                )
         found = torch.stack(
             [torch.as_tensor(each, dtype=torch.float64).detach().reshape(()).to(device) for each in losses]
         )

@@ -8,10 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits
+from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, widened
+from narrowgauge.diagnose import forms
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
+
+STATE = forms.record(
+    {
+        "taken": forms.number(0, whole=True), "next": forms.number(0, whole=True), "is_wide": forms.one_of(True, False),
+        "given": forms.text, "settings": forms.text,
+        "evidence": forms.record({"checks": forms.listed(forms.record(dict.fromkeys(("difference", "loss"), forms.number(finite=False))))}),
+    }
+)  # fmt: skip
 
 
 def is_narrow(recipe: Recipe | None) -> bool:
@@ -19,14 +28,20 @@ def is_narrow(recipe: Recipe | None) -> bool:
     return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())
 
 
-def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any]) -> None:
-    """Raises ConfigError with the reason."""
-    recipes = [each.recipe for each in model.modules() if isinstance(each, QLinear) and each.recipe is not None]
+def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], then: str = "") -> None:
+    """Raises ConfigError with the reason. then: the recipe that a run that is worse would get, or ''."""
+    layers = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
+    recipes = layers.values()
     if not any(map(is_narrow, recipes)):
         raise ConfigError(
             "Guard: no product of the model is narrower than 16 bits, so there is nothing to judge. "
             "Call narrowgauge.convert(model, ...) with a narrow recipe first."
         )
+    if then:
+        try:
+            widened(model, layers, then)
+        except ConfigError as error:
+            raise ConfigError(f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.") from None
     learns = any(recipe.steps() for recipe in recipes)
     if learns and any(getattr(each, "find_unused_parameters", True) is False for each in model.modules()):
         raise ConfigError(
@@ -36,8 +51,31 @@ def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any]) -> 
     scheduler = torch.optim.lr_scheduler.LRScheduler
     held = any(isinstance(getattr(each, "scheduler", each), scheduler) for each in also)
     for optimizer in optimizers:
+        if not hasattr(optimizer, "step"):
+            raise ConfigError(
+                f"Guard: optimizer is a {type(optimizer).__name__}. Give the one that `step` calls, or a list."
+            )
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not held:
             raise ConfigError(
                 "Guard: a scheduler moves the learning rate of the optimizer, and steps of a check would move it further. "
                 "Hand it over: Guard(..., also=[scheduler])."
             )
+
+
+def refuse_state(state: Any, settings: str) -> None:
+    """ConfigError for a state that no guard with these settings gave."""
+    if problem := forms.refuse(state, STATE):
+        raise ConfigError(
+            f"Guard: its state is damaged: {problem}. Give what `state_dict` gave, or leave it out to begin anew."
+        )
+    if state["settings"] != settings:
+        raise ConfigError(
+            f"Guard: its state is of {state['settings']}, and this one is {settings}. Resume with the settings it had."
+        )
+
+
+def refuse_no_loss(loss: Any) -> None:
+    """ConfigError unless it is one number."""
+    if not isinstance(loss, int | float) and not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+        what = f"{list(loss.shape)} tensor" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigError(f"Guard: step returned a {what}. Return the mean loss of the batch, a number.")

@@ -30,7 +30,7 @@ FEWEST = 2  # steps of a stretch: its second half has one
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """margin, least_margin, is_in_nats: as `Evidence` takes them."""
+    """margin, least_margin, is_in_nats: as `Evidence` takes them. ConfigError for steps that cannot be."""
 
     every: int = 2000
     steps: int = 100
@@ -38,6 +38,12 @@ class GuardSettings:
     least_margin: float = LEAST_MARGIN
     is_in_nats: bool = False
     then: str = WARN
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.every, int) and isinstance(self.steps, int) and FEWEST <= self.steps <= self.every):
+            raise ConfigError(
+                f"guard: every = {self.every!r}, steps = {self.steps!r}: must be whole numbers, steps from {FEWEST} to every."
+            )
 
     def evidence(self) -> Evidence:
         return Evidence(self.margin, self.least_margin, is_in_nats=self.is_in_nats)
@@ -71,6 +77,15 @@ def parse(text: str) -> GuardSettings | None:
     if wrong:
         raise ConfigError(f"guard = {text!r}: {' '.join(wrong)}")
     return found
+
+
+def chosen(given: str | GuardSettings) -> GuardSettings:
+    """For a loop that wants a guard. Raises ConfigError for settings that are none."""
+    found = parse(given) if isinstance(given, str) else given
+    if isinstance(found, GuardSettings):
+        return found
+    what = "the settings are empty" if found is None else f"{given!r} is neither text nor GuardSettings"
+    raise ConfigError(f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.")
 
 
 def problems(text: str, steps: int, warmup_steps: int) -> Iterator[str]:
@@ -118,14 +133,14 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
                 )
     margins, said = _margins(values.get("margin", ""))
     wrong += said
+    every, steps = (given.get(key, getattr(GuardSettings, key)) for key in ("every", "steps"))
+    if not wrong and steps > every:
+        wrong.append(
+            f"a stretch of {steps} steps is longer than its interval of {every}. Shorten steps, or raise every."
+        )
     if wrong:
         return GuardSettings(), wrong
-    found = GuardSettings(**margins, then=values.get("then", WARN), **given)
-    if found.steps > found.every:
-        wrong.append(
-            f"a stretch of {found.steps} steps is longer than its interval of {found.every}. Shorten steps, or raise every."
-        )
-    return found, wrong
+    return GuardSettings(**margins, then=values.get("then", WARN), **given), []
 
 
 def _margins(text: str) -> tuple[dict[str, Any], list[str]]:

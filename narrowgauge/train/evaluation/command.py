@@ -25,7 +25,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.train.config.settings import WRITING
 from narrowgauge.train.console import tell
-from narrowgauge.train.device import chosen_device
+from narrowgauge.train.device import chosen_device, threads
 from narrowgauge.train.evaluation.lm_tasks import LmTasks, Scores
 from narrowgauge.train.evaluation.saved import NEWEST, SavedRun, versions
 from narrowgauge.train.parallel.evaluation import readings
@@ -87,7 +87,8 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     for number, path in enumerate(paths):
         name = f"{path.parent.name}/{path.name}"
         try:
-            rows.append({"checkpoint": name, **_of_checkpoint(saved, path, dtype, tasks)})
+            with threads(saved.config.threads):
+                rows.append({"checkpoint": name, **_of_checkpoint(saved, path, dtype, tasks)})
         except CheckpointError as error:
             tell(f"WARNING: passed over: {error}")
             passed_over[name] = str(error)

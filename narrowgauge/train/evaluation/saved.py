@@ -6,7 +6,7 @@ best                    of RUN/best: weights alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import is_weight
+from narrowgauge.train import guard_before
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -78,7 +79,7 @@ class SavedRun:
         found = store.load(path)
         choices = read_run(self.folder.run).get("auto") if self.folder.run.exists() else None
         model = build(self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None)
-        for stage in stages(self.config, model):
+        for stage in guard_before.with_given(stages(self.config, model), model, self.config, self._facts(found)):
             if stage.step <= found.step:
                 stage.apply(model)
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})
@@ -98,6 +99,11 @@ class SavedRun:
         state.refuse_other_model(own, saved, str(path))
         model.load_state_dict(saved)
         return model.eval(), found.step, why
+
+    def _facts(self, found: store.Checkpoint) -> Mapping[str, Any]:
+        """Of a checkpoint; beside best weights nothing is kept of a guard, so those of the newest checkpoint."""
+        newest = manifest.newest_first(self.folder.checkpoints)[:1] if found.path.parent == self.folder.best else []
+        return store.load(newest[0]).facts if newest and self.config.guard else found.facts
 
 
 def versions(model: Any, why: str) -> Iterator[tuple[str, Any]]:

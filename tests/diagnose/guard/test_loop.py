@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import narrowgauge as ng
 from narrowgauge.diagnose.guard import bytes_apart
+from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.ops.registry import Device
 from tests.compare import assert_same
@@ -206,6 +207,9 @@ def test_a_step_that_fails_ends_the_check_alone(plain):
         ({"guard": "every=2,steps=4"}, "longer than its interval"),
         ({"guard": " "}, "the settings are empty"),
         ({"recipe": "bf16"}, "no product of the model is narrower than 16 bits"),
+        ({"guard": 7}, "7 is neither text nor GuardSettings"),
+        ({"guard": "every=4,steps=3,then=fp9"}, "then = 'fp9': recipes.get: no recipe 'fp9'"),
+        ({"guard": "every=4,steps=3,then=nvfp4"}, "then = 'nvfp4': switch: 'nvfp4' would change nothing"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(given, words):
@@ -248,12 +252,28 @@ def test_batches_that_are_written_are_noticed(plain):
         loop.run()
 
 
-def test_a_loss_that_is_none_is_refused(plain):
+def test_a_loss_that_is_none_is_refused_with_the_first_step(plain):
     loop = Loop()
-    step, loop.guard._step = loop.step, lambda batch: step(batch) and None
+    loop.guard._step = lambda batch: None
     with pytest.raises(ConfigError, match="step returned a NoneType"):
-        for batch in loop.batches:
-            loop.guard({"ids": list(batch)})
+        loop.guard({"ids": list(loop.batches[0])})
+
+
+@pytest.mark.parametrize("steps", [{"every": 0}, {"steps": 0}, {"every": 4, "steps": 9}, {"steps": 2.5}], ids=str)
+def test_steps_that_cannot_be_are_refused(steps):
+    with pytest.raises(ConfigError, match="must be whole numbers, steps from 2 to every"):
+        GuardSettings(**steps)
+
+
+@pytest.mark.parametrize(
+    "change", [{"taken": -3}, {"next": "8"}, {"evidence": {}}, {"evidence": {"checks": [{"loss": 1.0}]}}, None], ids=str
+)
+def test_a_state_that_no_guard_gave_is_refused(change):
+    loop = Loop()
+    before = loop.guard.state_dict()
+    with pytest.raises(ConfigError, match=r"its state is damaged: .* Give what `state_dict` gave"):
+        loop.guard.load_state_dict(None if change is None else before | change)
+    assert loop.guard.state_dict() == before
 
 
 def test_no_room_is_refused_before_the_first_step(monkeypatch, tmp_path):
@@ -318,4 +338,4 @@ def test_no_check_begins_that_the_run_would_cut(plain):
 
 def test_words_say_what_it_costs():
     guard = Loop().guard
-    assert "every 4 steps, 3 in BF16" in guard.words() and "GiB in the host's memory" in guard.words()
+    assert "every 4 steps, 3 in BF16" in guard.words() and "KiB in the host's memory" in guard.words()

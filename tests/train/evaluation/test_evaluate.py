@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from narrowgauge import cli
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
-from narrowgauge.train import loop
+from narrowgauge.train import blame_checkpoint, loop
+from narrowgauge.train.evaluation import command
 from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
+from narrowgauge.train.place import Place
 from tests.train import tiny
+from tests.train.killed_guard import SICK, hurt
+from tests.train.test_loop import installed  # noqa: F401
 
 CHOICES = """task: words
 dataset_path: json
@@ -75,6 +80,44 @@ def task_files(tmp_path):
     ]
     (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder
+
+
+@pytest.mark.slow
+def test_a_run_that_its_guard_has_widened_scores_as_it_did(make, installed):  # noqa: F811
+    installed(hurt)
+    guard = "every=4,steps=2,margin=0.02%,then=bf16"
+    config = make(**{**SICK, "recipe": "mxfp4", "guard": guard}, checkpoint_every=8, keep=9, eval_every=8, best="loss")
+    assert loop.run(config) == 0
+    folder = Path(config.output)
+    [switch] = tiny.events(folder, "switch")
+    assert switch["step"] == 11
+    logged = {event["step"]: event["loss"] for event in tiny.events(folder, "eval")}
+    for which in ("16", "best"):
+        [row] = evaluate(folder, Asked(checkpoints=which, device="cpu"))["checkpoints"]
+        assert row["step"] > 11 and "narrow" not in row, "every product is BF16's from there on"
+        assert row["16_bits"]["validation"]["values"]["loss"] == pytest.approx(logged[row["step"]], abs=1e-12)
+
+
+def test_a_saved_run_computes_with_its_own_threads(run, monkeypatch):
+    seen, before = [], torch.get_num_threads()
+    settings = (run / "config.toml").read_text()
+    assert "threads = 1\n" in settings
+    (run / "config.toml").write_text(settings.replace("threads = 1\n", f"threads = {before + 1}\n"))
+    monkeypatch.setattr(
+        command,
+        "_of_checkpoint",
+        lambda *given: seen.append(torch.get_num_threads()) or {"16_bits": {}, "not_narrow": ""},
+    )
+    evaluate(run, Asked(device="cpu"))
+    monkeypatch.setattr(blame_checkpoint, "blame_run", lambda *given, **named: seen.append(torch.get_num_threads()))
+    blame_checkpoint.blame_checkpoint(Place(run))
+    assert seen == [before + 1] * 2 and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "", "cuda:x"])
+def test_a_device_that_is_none_is_refused(run, device):
+    with pytest.raises(ConfigError, match=f"device = '{device}': must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+        evaluate(run, Asked(device=device))
 
 
 def test_a_checkpoint_scores_as_the_run_did(run) -> None:
