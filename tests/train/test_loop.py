@@ -18,9 +18,12 @@ from narrowgauge import recipes
 from narrowgauge.cli import main
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose import machine
+from narrowgauge.diagnose.lineage import compare
 from narrowgauge.errors import ConfigError, DataError, NumericsError, OutOfMemoryError, StorageError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import PRECISIONS
+from narrowgauge.report.groups import identity
+from narrowgauge.report.run_data import read_alone
 from narrowgauge.train import device, loop
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.checkpoint import store
@@ -238,6 +241,11 @@ def test_run_json_says_what_layers_do_at_the_end(make):
     run = json.loads(Path(config.output, "run.json").read_text("utf-8"))
     said = [row["note"] for row in run["describe"] if row["recipe"] == "int4-hq-lss"]
     assert said and all("relative variance" in each and "so far" not in each for each in said)
+    other = make("wide", recipe="bf16", steps=2, layers=1)  # learned steps do not make another model of it
+    assert loop.run(other) == 0
+    compare([other.output, config.output])
+    ours, theirs = (identity(read_alone(Path(each.output))) for each in (config, other))
+    assert ours == theirs
 
 
 def test_training_goes_on_from_final(full, make):
