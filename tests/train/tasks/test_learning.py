@@ -45,6 +45,7 @@ def test_tags_are_learnt(make, reports, tmp_path):
     assert known["data"]["classes"] == ["B-hue", "B-join", "I-hue", "I-join", "O"]
 
 
+@pytest.mark.slow
 def test_choices_are_learnt(make, reports, tmp_path):
     """Which of two to four sentences has "red" in it: 0.36 by chance."""
     found, _ = trained(make, reports, "choices", data=folders.red_ones(tmp_path / "many.jsonl", 200), steps=30)
