@@ -7,8 +7,9 @@
     stratified  by length, every batch with the data's share of each label: `data.plan` with `examples.strata`
     shares      at random, but with as many examples of each stratum in a batch as `length` has: its labels without its lengths
 
-Made data (`made_tasks`, `plain_others`) and a BERT of two layers at random. float32, AdamW, 16 examples a step. loss: held out, at the end. swing: of the first stratum's share from batch to batch, its
-deviation over that of the binomial distribution. Plain loop, no narrow products: it is about data alone.
+Made data (`made_tasks`, `plain_others`) and a BERT of two layers at random. float32, AdamW, 16 examples a step.
+loss: held out, at the end. swing: of the first stratum's share from batch to batch, its deviation over that of the binomial distribution.
+A plain loop without narrow products: it is about data alone.
 """
 
 from __future__ import annotations

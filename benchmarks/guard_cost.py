@@ -34,10 +34,11 @@ STEPS = 220
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="text to learn")
+    parser.add_argument("--tokens", type=int, default=0, help="only the cases of so many tokens a step")
     parser.add_argument("--results", type=Path, default=RESULTS / "guard_cost.jsonl")
     options = parser.parse_args()
     rows = []
-    for case in CASES:
+    for case in (each for each in CASES if options.tokens in (0, each["tokens"])):
         with tempfile.TemporaryDirectory() as folder:
             row = {**case, **measured(options.data, Path(folder), **case)}
         print(

@@ -7,8 +7,10 @@ A check is the mean of the second half of a stretch of 100 steps. The difference
 also a random slope: chaos pulls two continuations apart at a pace of their own. Every fourth check has a control, drawn from the
 same process, `control` times as wide. All lengths are in margins: `deviation` is that of a check's noise, `gap` the expected
 difference. `between` is the correlation of neighbouring checks, `tails` the degrees of freedom of Student's t in their noise.
+The number on the same weights is drawn beside it, as wide and with the same gap if nothing else is said (`same_deviation`, `same_gap`):
+one batch at each check, so it does not depend on the one before, and PAIRS values with its noise.
 
-The hypothesis of "worse" is true where |gap| <= 1; that of "within" is false where |gap| >= 1.
+The hypothesis of "worse" is true where both |gap| <= 1; that of "within" is false where one |gap| >= 1.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import RESULTS, record
-from narrowgauge.diagnose.guard.evidence import ENOUGH, Bets, Check
+from narrowgauge.diagnose.guard.bets import ENOUGH, RunBets
+from narrowgauge.diagnose.guard.check import PAIRS
 
 CHECKS = 20
 STEPS = 100
@@ -44,6 +47,8 @@ class Case:
     tails: float = math.inf
     control: float = 1.0
     late: int = 1
+    same_deviation: float | None = None
+    same_gap: float | None = None
 
 
 def cases() -> list[Case]:
@@ -72,14 +77,22 @@ def cases() -> list[Case]:
         Case(name="checks AR(1) 0.95, noise 1 margin", deviation=1.0, between=0.95, control=0.1),
     ]
     power = [
-        *(Case(name=f"gap of {gap} deviations, no margin", deviation=TINY, gap=gap * TINY) for gap in (1, 2, 3)),
+        *(
+            Case(name=f"gap of {gap} deviations {where}, no margin", deviation=TINY, **gaps)
+            for gap in (1, 2, 3)
+            for where, gaps in (
+                ("of the stretch alone", {"gap": gap * TINY, "same_gap": 0.0}),
+                ("on the same weights alone", {"gap": 0.0, "same_gap": gap * TINY}),
+                ("of both", {"gap": gap * TINY}),
+            )
+        ),
         # 0.01 nats where the margin is 0.003 (losses up to 1.2), 0.005 (a loss of 2) and 0.0075 (of 3)
         *(
-            Case(name=f"0.01 nats, margin {margin}, noise {noise}", deviation=noise / margin, gap=0.01 / margin, control=0.1)
+            Case(name=f"0.01 nats, margin {margin}, noise {noise}", deviation=noise / margin, gap=0.01 / margin, control=0.1, same_gap=0.0)
             for margin in (0.003, 0.005, 0.0075)
             for noise in (0.0003, 0.001, 0.002)
         ),
-        Case(name="0.03 nats from check 11 on, margin 0.005, noise 0.001", deviation=0.2, gap=6.0, control=0.1, late=11),
+        Case(name="0.03 nats from check 11 on, margin 0.005, noise 0.001", deviation=0.2, gap=6.0, control=0.1, late=11, same_gap=0.0),
     ]  # fmt: skip
     return [*steps, *noise, *other, *power]
 
@@ -100,14 +113,14 @@ def measured(case: Case, runs: int, seed: int = 0) -> dict[str, Any]:
     """The shares of runs with each verdict at any of CHECKS checks."""
     source = np.random.default_rng([seed, *case.name.encode()])
     worse, within = [], []
-    for differences, controls in zip(*drawn(case, runs, source), strict=True):
-        found = first_verdicts(differences, controls)
+    for numbers in zip(*drawn(case, runs, source), strict=True):
+        found = first_verdicts(*numbers)
         worse.append(found["worse"])
         within.append(found["within"])
     alarms = [check for check in worse if check]
     return {
         "case": case.name,
-        **{key: value for key, value in asdict(case).items() if key != "name" and value != math.inf},
+        **{key: value for key, value in asdict(case).items() if key != "name" and value not in (None, math.inf)},
         "runs": runs,
         "worse": _share(worse, CHECKS),
         "worse_by_3": _share(worse, 3),
@@ -121,11 +134,11 @@ def _share(firsts: list[int], by: int) -> float:
     return sum(0 < check <= by for check in firsts) / len(firsts)
 
 
-def first_verdicts(differences: Any, controls: Any) -> Mapping[str, int]:
+def first_verdicts(differences: Any, controls: Any, same: Any) -> Mapping[str, int]:
     """The first check at which E is enough, 0 for none; the margin is 1."""
-    bets, found = Bets(), {"worse": 0, "within": 0}
-    for number, (difference, control) in enumerate(zip(differences, controls, strict=True), 1):
-        bets.add(Check(difference=difference, loss=1.0, control=None if math.isnan(control) else control), 1.0)
+    bets, found = RunBets(), {"worse": 0, "within": 0}
+    for number, (difference, control, (first, *noise)) in enumerate(zip(differences, controls, same, strict=True), 1):
+        bets.add(difference, first, 1.0, None if math.isnan(control) else control, noise)
         for name, e_value in (("worse", bets.e_worse), ("within", bets.e_within)):
             if e_value >= ENOUGH and not found[name]:
                 found[name] = number
@@ -133,10 +146,10 @@ def first_verdicts(differences: Any, controls: Any) -> Mapping[str, int]:
 
 
 def drawn(case: Case, runs: int, source: Any) -> Iterator[Any]:
-    """Differences and controls [runs, CHECKS] in margins; a check without control has NaN."""
+    """Differences and controls [runs, CHECKS] in margins; a check without control has NaN. Those on the same weights and their noise."""
     noise = np.stack([stretches(case, runs, source) for _ in range(CHECKS)], 1)
     if case.tails < math.inf:
-        noise = source.standard_t(case.tails, noise.shape) / math.sqrt(case.tails / (case.tails - 2))
+        noise = _noise(case, noise.shape, source)
     for check in range(1, CHECKS):
         noise[:, check] *= math.sqrt(1 - case.between**2)
         noise[:, check] += case.between * noise[:, check - 1]
@@ -146,6 +159,17 @@ def drawn(case: Case, runs: int, source: Any) -> Iterator[Any]:
     for check in range(0, CHECKS, 4):
         controls[:, check] = case.control * case.deviation * stretches(case, runs, source)
     yield controls.tolist()
+    noise = _noise(case, (runs, CHECKS, 1 + PAIRS), source)
+    noise *= case.deviation if case.same_deviation is None else case.same_deviation
+    noise[:, :, 0] += case.gap if case.same_gap is None else case.same_gap
+    yield noise.tolist()
+
+
+def _noise(case: Case, shape: tuple[int, ...], source: Any) -> Any:
+    """Independent, with a deviation of 1."""
+    if case.tails == math.inf:
+        return source.standard_normal(shape)
+    return source.standard_t(case.tails, shape) / math.sqrt(case.tails / (case.tails - 2))
 
 
 def stretches(case: Case, runs: int, source: Any) -> Any:

@@ -30,7 +30,7 @@ WORSE_IN_TRUTH = 0.01  # nats
 ENDS = ("tail", "validation")
 UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
 KEPT = (
-    "begun", "step", "difference", "control", "same", "wide", "margin", "scale", "weights", "slopes", "outside", "sick", "e_worse",
+    "begun", "step", "difference", "control", "same", "noise", "wide", "margin", "scale", "weights", "slopes", "outside", "sick", "e_worse",
     "e_worse_stretch", "e_worse_same", "e_within", "verdict", "seen_on", "direction", "sentence",
 )  # of the event of a check  # fmt: skip
 

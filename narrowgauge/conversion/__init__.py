@@ -9,7 +9,8 @@ QLinear. Patterns are shell wildcards and ranges over dotted names (see `structu
 end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
-their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
+their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and keep their numbers;
+`embeddings` rounds what is looked up.
 
 Blocks that the recipe itself leaves wide (`wide_blocks`) become bf16, unless the pattern that decides about a layer spells out its
 block's number ("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
@@ -17,7 +18,6 @@ block's number ("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -27,19 +27,26 @@ from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.conversion.auto import Decision, decisions
+from narrowgauge.conversion.embeddings import (
+    check_embeddings,
+    quantize_embeddings,
+    quantized_embeddings,
+    restore_embeddings,
+)
 from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.conversion.products import Some, composed, parse
+from narrowgauge.conversion.warned import warn
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.embedding import Codes, QEmbedding
 from narrowgauge.nn.linear import QLinear, WeightCodes
-from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import blocks, expanded, matches, read_weights, require_module
+from narrowgauge.structure import blocks, expanded, matches, require_module
 
 HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 ROUTERS = ("router", "gate", "shared_expert_gate")
@@ -63,6 +70,7 @@ def convert(
     fuse: bool = False,
     save: Save | None = None,
     weight_codes: WeightCodes = "auto",
+    embeddings: Codes | None = None,
 ) -> nn.Module:
     """Gives the Linears of `model` their recipes, in place, and returns the model.
 
@@ -78,6 +86,9 @@ def convert(
             for one optimizer step: 2 bytes per weight, and each further micro-batch casts none. "auto": "recast" on a GPU, "step" on a CPU.
             Compiled: "step", and "auto", keep from forward to backward what that reads, a byte per weight; each micro-batch casts
 
+    embeddings  "int4" or "int8": rows of every nn.Embedding are looked up as such codes, with a learned step (nn/embedding.py); stays until
+                recipe is None
+
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
@@ -90,9 +101,12 @@ def convert(
         raise ConfigError(
             f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out."
         )
+    if embeddings is not None:
+        check_embeddings(model, embeddings)
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
+        restore_embeddings(model)
         unfuse(model)
         refuse_fast_path(model)
         return model
@@ -137,8 +151,10 @@ def convert(
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.shared_inputs = shared
+    if embeddings is not None:
+        quantize_embeddings(model, embeddings)
     refuse_fast_path(model)
-    _warn(model)
+    warn(model, _quantized(model))
     step_end.follow_model(model)
     if fuse:
         fuse_producers(model, save)
@@ -176,44 +192,6 @@ def _decisive(
             return given, parts, pattern
         parts.insert(0, given)
     return layer.recipe if isinstance(layer, QLinear) else None, parts, ""
-
-
-def is_read_by_owner(model: nn.Module, name: str) -> bool:
-    """Whether the module that holds a Linear multiplies by its weight without calling it, at least in some branch."""
-    owner, _, own = name.rpartition(".")
-    return own in read_weights(model.get_submodule(owner))
-
-
-def _warn(model: nn.Module) -> None:
-    """Warns of weights that are read without their layer, and of emulated products.
-
-    Of emulation on a GPU, where nobody expects it; a CPU emulates all but integers. Not known of a model that is still on its way
-    to the GPU.
-    """
-    read: list[str] = []
-    emulated: dict[tuple[str, str], list[str]] = {}
-    for name, layer in _quantized(model):
-        if layer.recipe is None:
-            continue
-        if is_read_by_owner(model, name):
-            read.append(name)
-        for product, gemm in layer.recipe.gemms().items() if layer.weight.is_cuda else ():
-            if (reason := why_emulated(gemm, layer.weight.device)) is not None:
-                emulated.setdefault((layer.recipe.name, f"{product}: {reason}"), []).append(name)
-    if read:
-        kind = type(model.get_submodule(read[0].rpartition(".")[0])).__name__
-        others = f" (and so for {len(read) - 1} more layers)" if len(read) > 1 else ""
-        warnings.warn(
-            f"convert: {kind}.forward multiplies by the weight of {read[0]!r} without calling it{others}, where the recipe takes no "
-            "effect. Give these layers None, or change that forward to call them; describe says which they are.",
-            stacklevel=3,
-        )
-    for (recipe, reason), names in emulated.items():
-        warnings.warn(
-            f"convert: products of recipe {recipe} are emulated here, no faster than in bfloat16 ({reason}; in {names[0]!r} and "
-            f"{len(names) - 1} more layers). narrowgauge info lists what this GPU computes natively.",
-            stacklevel=3,
-        )
 
 
 def _matching(
@@ -265,8 +243,9 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block every QLinear of the model computes as an ordinary nn.Linear."""
-    layers = [layer for _, layer in _quantized(model, "suspended")]
+    """Inside the block every QLinear of the model computes as an ordinary nn.Linear, and embeddings give their rows as they are."""
+    layers: list[QLinear | QEmbedding] = [layer for _, layer in _quantized(model, "suspended")]
+    layers += [layer for _, layer in quantized_embeddings(model)]
     before = [layer.is_suspended for layer in layers]
     try:
         for layer in layers:
@@ -289,7 +268,8 @@ def advance(model: nn.Module) -> None:
     before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one per
     layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
-    layers = dict(_quantized(model, "advance"))
+    layers: dict[str, QLinear | QEmbedding] = dict(_quantized(model, "advance"))
+    layers |= dict(quantized_embeddings(model))
     step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
     for layer in layers.values():
         if layer.step_ended:

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
+from narrowgauge.conversion import output_head, reason_to_keep
+from narrowgauge.conversion.warned import is_read_by_owner
 from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.float32_modules import kept_modules, summary
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
@@ -117,7 +119,9 @@ def without_numbers(name: str) -> str:
 
 
 def describe(model: nn.Module) -> Description:
-    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table.
+    """A row for every Linear of the model, subclasses that keep their own forward included, and every embedding with codes.
+
+    `print` it for a table.
 
     Weights that are no Linear's but are multiplied as one (see `structure`) have a row too, with the recipe "none".
     """
@@ -131,6 +135,8 @@ def describe(model: nn.Module) -> Description:
             decision = module.decision if isinstance(module, QLinear) else None
             why = str(decision or reason_to_keep(name, module, [], head) or "no pattern named it")
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
+        elif isinstance(module, QEmbedding):
+            description.append(_embedding_row(model, name, module))
         else:
             for weight, shape, reason in other_weights(name, module):
                 description.append(_wide_row(weight, shape, "no nn.Linear", reason))
@@ -145,6 +151,19 @@ def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
     return Row(
         name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
         backend="torch", notes=(Note(note),),
+    )  # fmt: skip
+
+
+def _embedding_row(model: nn.Module, name: str, layer: QEmbedding) -> Row:
+    tied = [
+        other for other, each in model.named_modules() if isinstance(each, nn.Linear) and each.weight is layer.weight
+    ]
+    notes = [f"{tied[0]!r} has the same weight and reads it without these codes"] * bool(tied)
+    notes += ["suspended"] * layer.is_suspended
+    return Row(
+        name=name, shape=f"{layer.num_embeddings} rows of {layer.embedding_dim}", recipe=f"{layer.format} rows",
+        output=f"{layer.format}, learned step, of the rows that are looked up", grad_input="none", grad_weight="where not clipped",
+        backend="torch", notes=tuple(map(Note, notes)),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from narrowgauge.conversion import is_read_by_owner
+from narrowgauge.conversion.warned import is_read_by_owner
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.frozen import FrozenWeight, refuse
 from narrowgauge.nn.linear import QLinear

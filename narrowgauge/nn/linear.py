@@ -20,10 +20,11 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
-from narrowgauge.nn.operands import Casts, Rotation, find
+from narrowgauge.nn.operands import Casts, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import device_facts, type_of
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
-        on_gpu, watches = x.is_cuda, hasattr(self.observer, "multiplied")
+        on_gpu, watches = type_of(x.device) == "cuda", hasattr(self.observer, "multiplied")
         plan = self.plan(x.device, wrapper(x, weight), wide and not on_gpu and x.device.type == "cpu")
         return LinearContext(
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,

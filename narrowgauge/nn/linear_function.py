@@ -23,9 +23,11 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling
 from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, column_sums, no_double_backward
 from narrowgauge.nn.kept_products import KEEPER
-from narrowgauge.nn.operands import KINDS, Rotation, find
+from narrowgauge.nn.operands import KINDS, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.mm import Plan
+from narrowgauge.ops.registry import type_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm, Recipe
 
@@ -104,7 +106,7 @@ def _gradient(
     gemm: Gemm = getattr(context.plan.recipe, product)
     if context.plan.recipe.backward == "straight-through":
         dtype = torch.float32
-    elif plan.expand == context.out_dtype == torch.bfloat16 and lhs.device.type == "cpu":
+    elif plan.expand == context.out_dtype == torch.bfloat16 and type_of(lhs.device) == "cpu":
         dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
     if context.watches:

@@ -6,7 +6,7 @@ tp    weights, gradients and states of the blocks, and what their inner layers s
 pp    1/P of the blocks; the first stage keeps P micro-batches for backward (1F1B), and embeddings and head count on every stage; with
       fsdp a stage is whole through the step, and its gradients too
 sp    as tp: what norms and residuals save is 1/T as well, which is not taken off
-dp    a copy on each rank
+dp    a copy on each rank; DistributedDataParallel has gradients as views of its buckets, which are there from step to step
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ OWNED = ("weights", "gradients", "states")
 
 
 def divided(
-    whole: Forecast, layers: int, *, fsdp: int = 1, tp: int = 1, stages: int = 1, in_flight: int = 1
+    whole: Forecast, layers: int, *, copies: int = 1, fsdp: int = 1, tp: int = 1, stages: int = 1, in_flight: int = 1
 ) -> Forecast:
     """What a rank needs. whole: of one process with a rank's batch and, with stages, a stage's layers.
 
     layers     blocks of each stack in `whole`; in_flight: micro-batches whose activations the first stage keeps
     """
     if fsdp * tp * stages == 1:
-        return whole
+        return _in_buckets(whole) if copies > 1 else whole
     blocks = whole.block_weights * layers
     weights = max((each.parts.get(("weights", ""), 0) for each in whole.moments), default=0)
     around = max(0, weights - blocks)
@@ -58,6 +58,20 @@ def divided(
     own = replace(whole, moments=moments, allocated_error=error, reserved_error=max(error, whole.reserved_error))
     note = f"one rank's share with {words} is an estimate: cut as they are sharded, gathered blocks added"
     return replace(own, reserved=own.allocated + max(0, whole.reserved - whole.allocated), notes=(*whole.notes, note))
+
+
+def _in_buckets(whole: Forecast) -> Forecast:
+    """All gradients at every moment: exact but for what a bucket fills up."""
+    gradients = ("gradients", "")
+    most = max((each.parts.get(gradients, 0) for each in whole.moments), default=0)
+
+    def held(moment: Moment) -> Moment:
+        more = most - moment.parts.get(gradients, 0)
+        sizes = {name: getattr(moment, name) + more for name in ("alive", "allocated", "end")}
+        return replace(moment, parts={**moment.parts, gradients: most}, **sizes)
+
+    own = replace(whole, moments=tuple(map(held, whole.moments)))
+    return replace(own, reserved=own.allocated + max(0, whole.reserved - whole.allocated))
 
 
 def _saved(kind: Kind, size: int, tp: int, in_flight: int) -> int:

@@ -146,7 +146,7 @@ def by_stretches(
                 else f"all are finite; in the recipe step {narrow.lost} is not"
             )
         else:
-            words += f"{max(back, 0):.0%} of the loss comes back ({gap:+.4f} to {left:+.4f} nats from 16 bits; noise {noise:.4f})"
+            words += f"{max(back, 0):.0%} of the difference to 16 bits goes ({gap:+.4f} nats before, {left:+.4f} then; noise {noise:.4f})"
         least = COMES_BACK / (len(suspects) if len(group) == 1 else 1)
         seen = {**numbers, "left": left, "back": back}
         return Confirmation(tuple(each.name for each in group), back >= least, words, seen)

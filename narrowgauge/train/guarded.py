@@ -25,8 +25,9 @@ import torch
 from narrowgauge import storage
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.format_text import percent, plural, size
-from narrowgauge.diagnose.guard.check import wants_control
+from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.refusals import is_narrow
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
@@ -156,18 +157,22 @@ class Guard(Watch):
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # it has the wider recipe already
+        if then and grows_into_steps(trainer.model, verdict):
+            then = WARN
+        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
         if then and self.verdicts[-2:-1] != [WORSE]:
             self._blame(show)
         if then and then != WARN:
             self._become(running, show)
         trainer.log.write("guard", trainer.step, **said, then=then, spent_s=running.spent_s)
-        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
 
     def _follows(self, verdict: Verdict, then: str) -> str:
         if verdict.name == REFERENCE:
             return " Lower the learning rate, or look at the data of these steps."
         if then == STAY:
             return " The run goes on in BF16 until the next check."
+        if then and grows_into_steps(self.trainer.model, verdict):
+            return f" {GROWN}"
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         return f" From here on the run has recipe {then}." if then else ""
@@ -250,8 +255,8 @@ class Guard(Watch):
             self.trainer.stages = self._stages(*switched)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        known = known_of(facts)
-        if not known:
+        self.running = None
+        if not (known := known_of(facts)):
             return
         self.switched = known["switched"] and tuple(known["switched"])
         self.verdicts, self.stretch_steps, self.stretch_s = (
@@ -289,9 +294,11 @@ class Guard(Watch):
             kept = f", and as much in {self.kept} until the check has ended"
         config, settings = self.trainer.config, self.settings
         begins = settings.begins(config.warmup_steps, config.steps)
+        controls = -(-len(begins) // CONTROL_EVERY)
+        share = percent(settings.steps * (len(begins) + controls) / config.steps)
         show.say(
             f"Guard: {plural(len(begins), 'check')} of {plural(settings.steps, 'step')} in BF16, after step {begins[0]} and every "
-            f"{settings.every}; margin {settings.margin_words()}; then {settings.then}. In a check {size(nbytes)} of state wait in "
+            f"{settings.every}: {share} of the run's steps; margin {settings.margin_words()}; then {settings.then}. In a check {size(nbytes)} of state wait in "
             f"{place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
         )
 

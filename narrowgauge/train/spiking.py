@@ -7,7 +7,8 @@
              A spike of the format is not skipped: it would come again. The guard, or a wider recipe, is for that
 
 A spike costs the steps since the checkpoint once more in BF16, and a skip once more as they are. A loss or norm that is not finite ends a
-run before anything changes, as ever, and is no spike here. A kill in between resumes from the checkpoint, and finds the spike again.
+run before anything changes, as ever, and is no spike here. A kill in between resumes from the checkpoint, and finds the spike again; so
+does, with skip, a request to stop. Several ranks judge together, each with its part of the model and of the batches.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ MOST_SKIPS = 20  # in a run; data that spike more often are not mended by leavin
 
 @dataclass(frozen=True)
 class Judgement:
-    """cause: data, format or unknown, and then why; checkpoint: the step from which BF16 went; wide: its loss at the spike, or None."""
+    """cause: data, format or unknown, and then why; checkpoint: the step from which BF16 went; wide: its loss at the spike, or None.
+
+    was_stopped: a request to stop cut it short
+    """
 
     cause: str
     why: str = ""
     checkpoint: int = 0
     wide: float | None = None
+    was_stopped: bool = False
 
 
 class SpikeWatch(Watch):
@@ -82,6 +87,10 @@ class SpikeWatch(Watch):
             return
         spike, self.found = self.found[0], []
         judged = self._judged(spike)
+        if self.skips and judged.was_stopped:
+            self._go_back()  # resumed it comes to the spike again: what is skipped does not depend on when a run is stopped
+            show.say(f"step {spike.step}: a loss spike was not judged to the end. Resumed, the run judges it.")
+            return
         number = trainer.feed.number(spike.step - 1)
         may_skip = self.skips and judged.cause == DATA and len(trainer.feed.left_out) < MOST_SKIPS
         left_out = [number] if may_skip else []
@@ -123,7 +132,7 @@ class SpikeWatch(Watch):
                 return Judgement(UNKNOWN, str(error))
             wide = taken(trainer, spike.step - found.step)
         if wide.ended:
-            return Judgement(UNKNOWN, wide.ended, found.step)
+            return Judgement(UNKNOWN, wide.ended, found.step, was_stopped=True)
         rule = _rule_of(found.facts)
         spikes = [
             rule.add(found.step + place, *(each[key] for key in ("loss", "grad_norm")))
@@ -134,13 +143,17 @@ class SpikeWatch(Watch):
 
     def _skip(self, numbers: list[int]) -> None:
         """Back to the newest checkpoint, without these batches and those that were left out before."""
-        trainer, before = self.trainer, self.trainer.feed.left_out
-        found = self._newest()
+        before = self.trainer.feed.left_out
+        self._go_back()
+        self.trainer.feed.leave_out([*before, *numbers])
+
+    def _go_back(self) -> None:
+        """The newest checkpoint becomes the run."""
+        trainer, found = self.trainer, self._newest()
         assert found is not None  # it was there to judge by
         steps = trainer.step - found.step
         trainer.optimizer.zero_grad()
         trainer.take_up(found)
-        trainer.feed.leave_out([*before, *numbers])
         trainer.watch.restore(found.facts)
         trainer.saved_step = found.step
         if trainer.decision is not None:

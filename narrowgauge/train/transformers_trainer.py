@@ -48,7 +48,7 @@ logger = logging.get_logger(__name__)
 class GuardMixin:
     """Goes before a Trainer: `class MyTrainer(GuardMixin, Trainer)`.
 
-    guard        the settings, as `narrowgauge train --guard`
+    guard        the settings, as `narrowgauge train --guard`; '': none
     guard_where  of the copy of the state: "host", or a folder on a disk
 
     trainer.guard is the `narrowgauge.Guard`, from the begin of training on; its `events` have the numbers of every check.
@@ -63,24 +63,28 @@ class GuardMixin:
     add_callback: Callable[..., None]
     log: Callable[..., None]
 
-    def __init__(self, *given: Any, guard: str, guard_where: str | Path = "host", **named: Any) -> None:
+    def __init__(self, *given: Any, guard: str = "", guard_where: str | Path = "host", **named: Any) -> None:
         super().__init__(*given, **named)
+        self.guard: Guard | None = None
+        self.guard_settings, self.guard_where = guard, guard_where
+        if not guard:
+            return
         if getattr(self, "is_deepspeed_enabled", False) or self.args.n_gpu > 1:
             raise ConfigError(
                 "GuardedTrainer: DeepSpeed and DataParallel take steps where they cannot be taken back. Use one process for each GPU "
                 "with DDP or FSDP, or leave the guard out."
             )
-        self.guard: Guard | None = None
-        self.guard_settings, self.guard_where = guard, guard_where
         self.micro_batches: list[dict[str, Any]] = []  # of the optimizer step under way
         self.step_losses: list[Tensor] = []
         self.items: Any = None
         self.add_callback(GuardCallback(self))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **named: Any) -> Tensor:
-        """The Trainer's; keeps what it was given."""
+        """The Trainer's; with a guard it keeps what it was given."""
         kept = dict(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch, **named)  # type: ignore[misc]
+        if not self.guard_settings:
+            return loss
         self.micro_batches.append(kept)
         self.step_losses.append(loss)
         self.items = num_items_in_batch

@@ -14,9 +14,11 @@ from tests.compare import assert_same
 from tests.distributed.models import build, micro_batch
 
 
-def _trained(wrap, recipe, guard, gradients, steps=9):
+def _trained(wrap, recipe, guard, gradients, steps=9, sick=False):
     torch.manual_seed(0)
     model = build(recipe)
+    if sick:
+        model[1].down.register_forward_hook(lambda layer, _, output: output if layer.is_suspended else output * 0)
     finds = {"find_unused_parameters": recipe == "int4-hq-lss"}
     model = (
         DistributedDataParallel(model, **finds)
@@ -40,7 +42,8 @@ def _trained(wrap, recipe, guard, gradients, steps=9):
     states = [x for each in optimizer.state.values() for x in each.values()]
     tensors = [*model.parameters(), *model.buffers(), *states]
     held = [getattr(each, "_local_tensor", each).detach().clone() for each in tensors]
-    return held, [(each["begun"], each["difference"], each["control"]) for each in guarded.events] if guard else []
+    known = ("begun", "difference", "control", "same", "slopes", "outside", "weights", "verdict", "sick")
+    return held, [tuple(each[key] for key in known) for each in guarded.events] if guard else []
 
 
 @pytest.mark.slow
@@ -53,7 +56,19 @@ def test_ranks_go_on_undisturbed_and_come_to_one_verdict(ranks, wrap, gradients,
         assert_same(held, expected)
     events = guarded[0][1]
     assert [begun for begun, *_ in events] == [3, 6] and guarded[1][1] == events
-    assert all(difference != 0 for _, difference, _ in events)
+    assert all(difference != 0 and same != 0 and weights == 4 for _, difference, _, same, _, _, weights, *_ in events)
+    assert all(0.5 < low <= high < 2 for *_, (low, high), _, _, _, _ in events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_ranks_name_a_dead_layer_alike(ranks, wrap):
+    """Products of parts are summed, so one verdict goes for all."""
+    told = ranks(2)(_trained, wrap, "fp8-current", True, "16bit", 9, True)
+    (_, first), (_, second) = told
+    assert first == second
+    assert [outside.get("1.down") for *_, outside, _, _, _ in first] == [0.0, 0.0]
+    assert first[-1][-2] == "worse" and "1.down" in first[-1][-1]
 
 
 def _refused():

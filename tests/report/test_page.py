@@ -117,6 +117,7 @@ def test_the_page_is_small(pair):
     assert (pair / "report.html").stat().st_size < 400_000
 
 
+@pytest.mark.slow
 def test_the_page_has_the_same_bytes_in_another_process_without_a_home(pair, html):
     """Other hash seed, no writable home, warnings are errors: nothing on stderr, and not one byte of difference."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MPL", "XDG_"))}

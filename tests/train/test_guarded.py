@@ -23,7 +23,7 @@ from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
 from tests.train.test_pending import late  # noqa: F401
-from tests.train.test_torchrun import ranks, trained  # noqa: F401
+from tests.train.test_torchrun import trained
 
 RUNS = [
     {"recipe": "fp8-delayed", "precision": "amp-fp16", "states": "8bit"},
@@ -55,10 +55,16 @@ def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd):
     first = checks(config)[0]
     assert first["control"] is not None and first["difference"] == first["narrow"] - first["wide"] != 0
     assert all(event["control"] is None for event in checks(config)[1:])
+    sees = "step_in_backward" not in settings and "held_gradients" not in settings
+    assert all((event["weights"] > 0) == (event["slopes"] is not None) == sees for event in checks(config))
+    assert all(event["same"] is not None for event in checks(config))
     own = tiny.losses(Path(config.output))
     assert first["narrow"] == (own[first["step"] - 1] + own[first["step"]]) / 2
     assert not Path(config.output, "guard").exists()
-    assert "no alarm; " in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "no alarm; " in said and ("weights are compared" in said) == sees == (
+        "Gradients are not compared" not in said
+    )
 
 
 @pytest.fixture
@@ -99,11 +105,32 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     assert (begun, ended) == (8, 10)
     said = capfd.readouterr().err
     assert (
-        "step 10: guard: The loss is higher than that of BF16" in said
+        "step 10: guard: From the same state the loss is higher than that of BF16" in said
         and "goes on in BF16 until the next check" in said
     )
     assert "4 checks, 3 of them alarms; 4 steps that did not count, 20.0" in said
     assert not Path(config.output, "guard").exists()
+
+
+@pytest.mark.slow
+def test_a_dead_layer_is_an_alarm_that_names_it(make, installed, before_step):  # noqa: F811
+    """Nothing that a stretch sees. A stop after the step whose gradient was seen changes nothing."""
+
+    def die(model):
+        layer = model.model.layers[1].mlp.down_proj
+        layer.register_forward_hook(lambda layer, given, output: output if layer.is_suspended else output * 0)
+
+    installed(die)
+    settings = {"steps": 12, "guard": "every=4,steps=2,margin=50%"}
+    config, stopped = make("whole", **settings), make("stopped", **settings)
+    assert loop.run(config) == 0
+    first, second = checks(config)
+    assert first["outside"]["model.layers.1.mlp.down_proj"] == 0 and second["verdict"] == "worse"
+    assert (second["seen_on"], "model.layers.1.mlp.down_proj" in second["sick"]) == ("gradient", True)
+    before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))
+    assert loop.run(stopped) == 75
+    assert loop.run(replace(stopped, resume=True)) == 0
+    assert verdicts(stopped) == verdicts(config)
 
 
 @pytest.mark.slow
@@ -378,7 +405,7 @@ def test_other_steps_of_the_guard_drop_the_check_under_way(make, before_step, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
 @pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2", "pp=2"])
-def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):  # noqa: F811
+def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):
     if (parallel, recipe) == ("tp=2", "int4-hq-lss"):
         pytest.skip("no recipe that samples rows is cut")
     common = {"recipe": recipe, "parallel": parallel, "steps": 12, "micro_batches": 2 if parallel == "pp=2" else 1}
@@ -393,7 +420,7 @@ def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):  # noqa: F81
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2"])
 @pytest.mark.parametrize("then", ["stay", "bf16"])
-def test_an_alarm_of_two_ranks(ranks, make, parallel, then):  # noqa: F811
+def test_an_alarm_of_two_ranks(ranks, make, parallel, then):
     """As of one process with two micro-batches, and a stop in a check changes nothing. tp has other last bits than one process."""
     common = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "parallel": parallel}
     config, stopped = make("ranks", **common), make("stopped", **common)

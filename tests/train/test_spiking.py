@@ -7,17 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.train import loop
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
-from tests.train import tiny
-
-LONG = {"steps": 104, "warmup_steps": 4, "checkpoint_every": 20, "learning_rate": 3e-3, "batch_size": 4}
-PLANTED = 94
+from tests.train import faulty_run, spiking_run, tiny
+from tests.train.spiking_run import LONG, PLANTED
 
 
 class Counted(Feed):
@@ -58,34 +54,12 @@ def test_batches_that_are_left_out_are_dropped_and_the_next_take_their_steps():
 
 @pytest.fixture
 def corrupt(monkeypatch):
-    """The batch of step PLANTED is noise."""
-    from narrowgauge.train.tasks import writing
-
-    real = writing.TextFeed.draw
-
-    def draw(feed, step):
-        found = real(feed, step)
-        if step + 1 == PLANTED:
-            for batch in found.batches:
-                noise = torch.Generator().manual_seed(3)
-                batch["input_ids"] = torch.randint(0, 300, batch["input_ids"].shape, generator=noise)
-                batch["labels"] = torch.randint(0, 300, batch["labels"].shape, generator=noise)
-        return found
-
-    monkeypatch.setattr(writing.TextFeed, "draw", draw)
+    spiking_run.corrupt(monkeypatch)
 
 
 @pytest.fixture
-def saturating(before_step):
-    """The windows of step PLANTED saturate."""
-
-    def shrink(trainer):
-        for window in trainer.model.modules():
-            if isinstance(window, AmaxHistory):
-                window.live[0] /= 4096
-                window.history /= 4096
-
-    before_step(PLANTED, shrink)
+def saturating(monkeypatch):
+    spiking_run.saturate(monkeypatch)
 
 
 def spikes(config):
@@ -94,11 +68,11 @@ def spikes(config):
 
 @pytest.mark.slow
 def test_a_corrupt_batch_is_said_to_be_data(make, corrupt):
-    config = make("warned", recipe="fp8-delayed", on_spike="warn", **LONG)
+    config = make("warned", on_spike="warn", **LONG)
     assert loop.run(config) == 0
     [event] = spikes(config)
     assert (event["step"], event["cause"], event["checkpoint"], event["left_out"]) == (PLANTED, "data", 80, [])
-    plain = make("plain", recipe="fp8-delayed", **LONG)
+    plain = make("plain", **LONG)
     assert loop.run(plain) == 0
     assert tiny.losses(Path(plain.output)) == tiny.losses(Path(config.output)), "judging it changes nothing"
     assert tiny.digests(Path(plain.output)) == tiny.digests(Path(config.output))
@@ -106,7 +80,7 @@ def test_a_corrupt_batch_is_said_to_be_data(make, corrupt):
 
 @pytest.mark.slow
 def test_a_window_that_saturates_is_said_to_be_the_format(make, saturating):
-    config = make("run", recipe="fp8-delayed", layers_recipe={"lm_head": "fp8-delayed"}, on_spike="skip", **LONG)
+    config = make("run", layers_recipe={"lm_head": "fp8-delayed"}, on_spike="skip", **LONG)
     assert loop.run(config) == 0
     event = spikes(config)[0]
     assert (event["cause"], event["left_out"]) == ("format", [])
@@ -127,10 +101,10 @@ def test_a_check_of_the_guard_that_saw_the_batch_is_dropped(make, corrupt, check
 
 @pytest.mark.slow
 def test_a_skipped_run_ends_near_the_clean_one(make, request):
-    clean = make("clean", recipe="fp8-delayed", on_spike="skip", **LONG)
+    clean = make("clean", on_spike="skip", **LONG)
     assert loop.run(clean) == 0 and spikes(clean) == []
     request.getfixturevalue("corrupt")
-    config = make("skipped", recipe="fp8-delayed", on_spike="skip", **LONG)
+    config = make("skipped", on_spike="skip", **LONG)
     assert loop.run(config) == 0
     [event] = spikes(config)
     assert (event["step"], event["cause"], event["left_out"]) == (PLANTED, "data", [PLANTED])
@@ -139,7 +113,7 @@ def test_a_skipped_run_ends_near_the_clean_one(make, request):
     assert list(losses) == list(range(1, 105))
     assert all(losses[step] == expected[step] for step in range(1, PLANTED)), "until there it is the clean run"
     ends = [tiny.events(Path(each.output), "eval")[-1]["loss"] for each in (config, clean)]
-    other = make("seed", recipe="fp8-delayed", seed=1, **LONG)
+    other = make("seed", seed=1, **LONG)
     assert loop.run(other) == 0
     noise = abs(tiny.events(Path(other.output), "eval")[-1]["loss"] - ends[1])
     assert abs(ends[0] - ends[1]) <= noise
@@ -147,13 +121,41 @@ def test_a_skipped_run_ends_near_the_clean_one(make, request):
 
 @pytest.mark.slow
 def test_a_skipped_run_resumes_to_the_bit(make, corrupt):
-    whole = make("whole", recipe="fp8-delayed", on_spike="skip", **LONG)
+    whole = make("whole", on_spike="skip", **LONG)
     assert loop.run(whole) == 0
     losses, digests = tiny.losses(Path(whole.output)), tiny.digests(Path(whole.output))
     shutil.rmtree(Path(whole.output) / "checkpoints" / "step-00000104")
     assert loop.run(replace(whole, resume=True)) == 0
     assert (tiny.losses(Path(whole.output)), tiny.digests(Path(whole.output))) == (losses, digests)
     assert len(spikes(whole)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [1, 9])
+def test_a_run_that_is_stopped_while_it_judges_skips_the_same_batch(make, corrupt, monkeypatch, place):
+    """It goes back to the checkpoint, from which it comes to the spike again."""
+    whole, stopped = (make(name, on_spike="skip", **LONG) for name in ("whole", "stopped"))
+    assert loop.run(whole) == 0
+    spiking_run.at_judged_step(monkeypatch, place, lambda trainer: faulty_run.apply("stop", trainer))
+    assert loop.run(stopped) == 130
+    assert spikes(stopped) == [] and max(tiny.losses(Path(stopped.output))) == 80
+    assert loop.run(replace(stopped, resume=True)) == 0
+    assert (tiny.losses(Path(stopped.output)), tiny.digests(Path(stopped.output))) == (
+        tiny.losses(Path(whole.output)),
+        tiny.digests(Path(whole.output)),
+    )
+    assert spikes(stopped) == spikes(whole)
+
+
+@pytest.mark.slow
+def test_a_check_of_the_guard_begins_anew_after_a_skip(make, corrupt):
+    """The spike lies within a check that began after the checkpoint: its losses so far are of steps that do not count any more."""
+    config = make("run", on_spike="skip", guard="every=88,steps=10,margin=50%,then=stay", **LONG)
+    assert loop.run(config) == 0
+    [event], [check] = spikes(config), tiny.events(Path(config.output), "guard")
+    assert event["left_out"] == [PLANTED] and (check["begun"], check["steps"]) == (88, 10)
+    losses = tiny.losses(Path(config.output))
+    assert check["narrow"] == pytest.approx(sum(losses[step] for step in range(94, 99)) / 5)
 
 
 def test_graphs_are_refused(make):

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from narrowgauge.diagnose.guard.verdict import SAME_WEIGHTS, STRETCH, UNKNOWN, WITHIN, WORSE
 
 BETS = (0.5, 1.0, 2.0)  # in scales: the gaps beyond the margin that each one is made for
 LIMIT = 30.0  # of one check's factor. E = 20 then needs two checks at least
@@ -115,10 +117,10 @@ class Bets:
         self._not_above, self._not_below = Money(), Money()
         self._newest = 0.0
 
-    def add(self, difference: float, margin: float, control: float | None = None, *, grow: bool = True) -> None:
-        """grow=False leaves the scale as it is."""
-        if control is not None and math.isfinite(control):
-            self._scale.control(control)
+    def add(self, difference: float, margin: float, controls: Iterable[float] = (), *, grow: bool = True) -> None:
+        """controls: what has the scale of this check's noise, and no more. grow=False leaves the scale as it is."""
+        for each in filter(math.isfinite, controls):
+            self._scale.control(each)
         scale = self.scale_at(margin)
         above, below = factors((difference - margin) / scale), factors((-difference - margin) / scale)
         self._above.bet(above)
@@ -155,6 +157,43 @@ class Bets:
         above, below = self._above.value, self._below.value
         up = above > below if max(above, below) >= ENOUGH else self._newest > 0
         return "higher" if up else "lower"
+
+
+class RunBets:
+    """The bets on both numbers of a run's checks. Where no check had a number on the same weights, those on the stretch alone."""
+
+    def __init__(self) -> None:
+        self.stretch, self.same = Bets(), Bets()
+
+    def add(
+        self, difference: float, same: float | None, margin: float, control: float | None = None, noise: Iterable[float] = (),
+        *, grow: bool = True,
+    ) -> None:  # fmt: skip
+        """One check; control, noise: of the stretch, and on the same weights. grow=False leaves the scales as they are."""
+        self.stretch.add(difference, margin, () if control is None else (control,), grow=grow)
+        if same is not None:
+            self.same.add(same, margin, noise, grow=grow)
+
+    @property
+    def _judged(self) -> list[Bets]:
+        return [self.stretch, self.same] if self.same.checks else [self.stretch]
+
+    @property
+    def e_worse(self) -> float:
+        """The mean of e-values is one."""
+        return statistics.fmean(each.e_worse for each in self._judged)
+
+    @property
+    def e_within(self) -> float:
+        """Against "one of both lies outside": the smaller one."""
+        return min(each.e_within for each in self._judged)
+
+    def verdict(self) -> tuple[str, str, str]:
+        """Name, what it was seen on, direction."""
+        if self.e_worse >= ENOUGH:
+            loudest = max(self._judged, key=lambda each: each.e_worse)
+            return WORSE, STRETCH if loudest is self.stretch else SAME_WEIGHTS, loudest.direction()
+        return (WITHIN if self.e_within >= ENOUGH else UNKNOWN), "", ""
 
 
 def _upper(values: Sequence[float]) -> float:

@@ -3,6 +3,8 @@
 difference   mean loss of narrow minus that of wide (BF16), over the second half of the stretch: in the first they have hardly parted
 control      the same of two wide continuations that differ in the order of their sums alone, where one was taken
 same         narrow minus wide at the first step, where both have the same weights
+noise        what one batch adds to that by chance: steps between neighbouring differences soon after it, over sqrt(2). They have hardly
+             parted there; and what they have parted makes the noise seem larger, not smaller
 """
 
 from __future__ import annotations
@@ -17,11 +19,18 @@ from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.verdict import Verdict
 
 CONTROL_EVERY = 4  # checks
+PAIRS = 3  # of steps, after the first
 
 
 def late_mean(losses: Sequence[float], steps: int) -> float:
     """Over the second half of a stretch of so many steps; NaN if it ended before."""
     return statistics.fmean(losses[steps // 2 :]) if len(losses) == steps else math.nan
+
+
+def noise(narrow: Sequence[float], wide: Sequence[float]) -> list[float]:
+    """Of the PAIRS of steps after the first one; of a shorter stretch fewer."""
+    apart = [ours - theirs for ours, theirs in zip(narrow, wide, strict=False)][1 : 1 + 2 * PAIRS]
+    return [abs(one - other) / math.sqrt(2) for one, other in zip(apart[::2], apart[1::2], strict=False)]
 
 
 def wants_control(evidence: Evidence) -> bool:
@@ -44,7 +53,8 @@ def judged(
     apart = None if control is None else late_mean(control, steps) - of_wide
     same = narrow[0] - wide[0] if narrow and wide else None
     outside = same_weights.outside(slopes) if slopes else None
-    verdict = evidence.add(of_narrow - of_wide, loss=of_wide, control=apart, same=same, outside=outside)
+    around = noise(narrow, wide)
+    verdict = evidence.add(of_narrow - of_wide, loss=of_wide, control=apart, same=same, noise=around, outside=outside)
     ends = [min(slopes.values()), max(slopes.values())] if slopes else None
     said = {
         "begun": begun,
@@ -55,6 +65,7 @@ def judged(
         "weights": len(slopes or ()),
         "slopes": ends,
         "outside": outside,
+        "noise": around,
         "sentence": verdict.sentence,
     }
     return verdict, {**said, **verdict.event()}

@@ -20,9 +20,10 @@ and which weights have another gradient in that first step (same_weights.py).
                median). Nothing can be judged there, and the check does not count.
 
 The margin is a share of the reference's loss, and at least so many nats: "different" is not yet "worse". The scale of the noise is
-that of controls (of the stretch alone) and of steps between neighbouring differences (bets.py), and not below a part of the margin, which
-shrinks as they become more. The verdict holds at every look: a healthy run is called worse in at most 5 % of runs, over all its checks
-together. Checks belong after warm-up: while the loss falls steeply, sound recipes lag by more than the margin and catch up later.
+that of controls and of steps between neighbouring differences (bets.py), and not below a part of the margin, which shrinks as they become
+more. On the same weights the steps that follow take the place of controls (check.py). The verdict holds at every look: a healthy run is
+called worse in at most 5 % of runs, over all its checks together. Checks belong after warm-up: while the loss falls steeply, sound
+recipes lag by more than the margin and catch up later.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowgauge.diagnose.guard.bets import ENOUGH, Bets
+from narrowgauge.diagnose.guard.bets import RunBets
 from narrowgauge.diagnose.guard.verdict import (
     FORESIGHT,
     GRADIENT,
@@ -50,6 +51,8 @@ from narrowgauge.errors import ConfigError
 
 MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order of 1e-3
 LEAST_MARGIN = 0.003  # nats
+WIDEST = 0.01  # of the loss: so far the margin in nats reaches
+SMALLEST = 1e-12  # where the loss is zero
 RECENT = 8  # checks
 
 
@@ -61,6 +64,7 @@ class Check:
     loss        the reference's mean loss there
     control     of two stretches in BF16, or None
     same        the difference on the same weights, or None
+    noise       values with the scale of its noise
     outside     weights whose gradient is another, with its slope; None: gradients were not seen
     """
 
@@ -68,6 +72,7 @@ class Check:
     loss: float
     control: float | None
     same: float | None = None
+    noise: Sequence[float] = ()
     outside: Mapping[str, float] | None = None
 
 
@@ -75,21 +80,22 @@ class Evidence:
     """Collects checks and judges them.
 
     margin        largest harmless difference, as a share of the reference's loss
-    least_margin  the same in nats, where the share is smaller
+    least_margin  the same in nats, where the share is smaller; but at most WIDEST of the loss, which may be no cross-entropy
+    is_in_nats    the margin is least_margin, whatever the loss is
     Raises ConfigError if a margin is no positive number.
     """
 
-    def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN) -> None:
+    def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN, *, is_in_nats: bool = False) -> None:
         for name, value in (("margin", margin), ("least_margin", least_margin)):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
-        self.margin, self.least_margin = margin, least_margin
+        self.margin, self.least_margin, self.is_in_nats = margin, least_margin, is_in_nats
         self.checks: list[Check] = []
-        self._bets = _Both()
+        self._bets = RunBets()
 
     def add(
         self, difference: float, *, loss: float, control: float | None = None, same: float | None = None,
-        outside: Mapping[str, float] | None = None,
+        noise: Sequence[float] = (), outside: Mapping[str, float] | None = None,
     ) -> Verdict:  # fmt: skip
         """The verdict after one more check.
 
@@ -97,16 +103,18 @@ class Evidence:
         loss        mean loss of wide there
         control     the same difference between two wide continuations that round differently, if this check has one
         same        loss of narrow minus wide at the first step, which both take from the same weights
+        noise       how far such differences scatter from batch to batch: deviations of that size
         outside     weights whose gradient at that step is not that of wide, with their slopes, worst first; None: not seen
         NaN and infinity may be passed.
         """
-        self._take(Check(difference=difference, loss=loss, control=control, same=same, outside=outside))
+        self._take(Check(difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside))
         return self.verdict()
 
     def _take(self, check: Check) -> None:
         self.checks.append(check)
         if self._counts(len(self.checks)):
-            self._bets.add(check, self.margin_at(check.loss))
+            margin = self.margin_at(check.loss)
+            self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise)
 
     def _counts(self, number: int) -> bool:
         return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
@@ -124,7 +132,9 @@ class Evidence:
 
     def margin_at(self, loss: float) -> float:
         """The margin in nats where the reference has this loss."""
-        return max(self.margin * abs(loss), self.least_margin) if math.isfinite(loss) else self.least_margin
+        if self.is_in_nats or not math.isfinite(loss):
+            return self.least_margin
+        return max(self.margin * abs(loss), min(self.least_margin, WIDEST * abs(loss)), SMALLEST)
 
     def verdict(self) -> Verdict:
         """What is known after the newest check. Raises ConfigError before the first one."""
@@ -200,9 +210,8 @@ class Evidence:
 
     def _more_checks(self, newest: Check, mean: float | None, same: float | None) -> int | None:
         ahead, margin = copy.deepcopy(self._bets), self.margin_at(newest.loss)
-        like = Check(difference=math.nan if mean is None else mean, loss=newest.loss, control=None, same=same)
         for more in range(1, FORESIGHT + 1):
-            ahead.add(like, margin, grow=False)
+            ahead.add(math.nan if mean is None else mean, same, margin, grow=False)
             if ahead.verdict()[0] != UNKNOWN:
                 return more
         return None
@@ -213,40 +222,9 @@ class Evidence:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the checks and judges them again, by the margins of this object."""
-        self.checks, self._bets = [], _Both()
+        self.checks, self._bets = [], RunBets()
         for check in state["checks"]:
             self._take(Check(**check))
-
-
-class _Both:
-    """The bets on both numbers of a run. Where no check had a first step, those on the stretch alone."""
-
-    def __init__(self) -> None:
-        self.stretch, self.same = Bets(), Bets()
-
-    def add(self, check: Check, margin: float, *, grow: bool = True) -> None:
-        self.stretch.add(check.difference, margin, check.control, grow=grow)
-        if (same := _finite(check.same)) is not None:
-            self.same.add(same, margin, grow=grow)
-
-    @property
-    def _judged(self) -> list[Bets]:
-        return [self.stretch, self.same] if self.same.checks else [self.stretch]
-
-    @property
-    def e_worse(self) -> float:
-        return statistics.fmean(each.e_worse for each in self._judged)
-
-    @property
-    def e_within(self) -> float:
-        return min(each.e_within for each in self._judged)
-
-    def verdict(self) -> tuple[str, str, str]:
-        """Name, what it was seen on, direction."""
-        if self.e_worse >= ENOUGH:
-            loudest = max(self._judged, key=lambda each: each.e_worse)
-            return WORSE, STRETCH if loudest is self.stretch else SAME_WEIGHTS, loudest.direction()
-        return (WITHIN if self.e_within >= ENOUGH else UNKNOWN), "", ""
 
 
 def _finite(value: float | None) -> float | None:

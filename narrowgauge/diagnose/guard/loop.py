@@ -42,6 +42,7 @@ from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
+from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_state
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
@@ -52,6 +53,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
+SEQUEL = "Which product it is: narrowgauge.diagnose.blame.blame(model, batch)."
 COPIES = 2  # of the state, at most: that of the begin and that of the end, while a control is taken
 
 
@@ -228,7 +230,9 @@ class Guard:
             self._tell(event)
         elif verdict.name == WORSE:
             warnings.warn(
-                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence}", stacklevel=4
+                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence} "
+                f"{GROWN if grows_into_steps(self.model, verdict) else SEQUEL}",
+                stacklevel=4,
             )
 
     def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> tuple[list[float], Samples]:
@@ -279,7 +283,7 @@ class Guard:
     def _follow(self, verdict: Verdict, end: Fork) -> str:
         """Puts the run where it goes on after a verdict; says in a word what was done. The state of now is the BF16 end."""
         is_worse = verdict.name == WORSE
-        if not is_worse or not self.settings.keeps_reference or self._given:
+        if not is_worse or not self.settings.keeps_reference or self._given or grows_into_steps(self.model, verdict):
             end.restore()
             return "warn" if is_worse else ""
         if self.settings.recipe:

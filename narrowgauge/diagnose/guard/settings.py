@@ -4,8 +4,8 @@
 
     every    steps from the begin of a check to the begin of the next
     steps    of a stretch in BF16; the second half of them counts
-    margin   largest harmless difference of the loss: a share of it (0.25%), or nats (0.003). 0.25% is at least 0.003 nats, and other
-             shares in proportion
+    margin   largest harmless difference of the loss: a share of it (0.25%), or nats (0.003). 0.25% is at least 0.003 nats, other shares in
+             proportion, as far as that is at most 1 % of the loss (which need be no cross-entropy)
     then     when the run is worse: `warn`; `stay`, in BF16 until the next check, which tries narrow again; `bf16` from there on, or
              another wider recipe by its name
 
@@ -17,25 +17,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN, Evidence
+from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN, WIDEST, Evidence
 from narrowgauge.errors import ConfigError, closest
 
 KEYS = ("every", "steps", "margin", "then")
 WARN, STAY = "warn", "stay"
 FORM = "every=2000,steps=100,margin=0.25%,then=stay"
-NEXT_TO_NOTHING = 1e-12  # share of the loss, where the margin is in nats
 FEWEST = 2  # steps of a stretch: its second half has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """margin, least_margin: as `Evidence` takes them, a share of the loss, and nats. ConfigError for steps that cannot be."""
+    """margin, least_margin, is_in_nats: as `Evidence` takes them. ConfigError for steps that cannot be."""
 
     every: int = 2000
     steps: int = 100
     margin: float = MARGIN
     least_margin: float = LEAST_MARGIN
+    is_in_nats: bool = False
     then: str = WARN
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class GuardSettings:
             )
 
     def evidence(self) -> Evidence:
-        return Evidence(self.margin, self.least_margin)
+        return Evidence(self.margin, self.least_margin, is_in_nats=self.is_in_nats)
 
     @property
     def keeps_reference(self) -> bool:
@@ -63,9 +64,9 @@ class GuardSettings:
         return range(first, steps - self.steps + 1, self.every)
 
     def margin_words(self) -> str:
-        if self.margin == NEXT_TO_NOTHING:
+        if self.is_in_nats:
             return f"{self.least_margin:g} nats"
-        return f"{100 * self.margin:g} % of the loss, {self.least_margin:g} nats at least"
+        return f"{100 * self.margin:g} % of the loss, {self.least_margin:g} nats at least (as far as that is {100 * WIDEST:g} %)"
 
 
 def parse(text: str) -> GuardSettings | None:
@@ -121,7 +122,7 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
             wrong.append(f"{part!r} has no value. Write it as '{FORM}'.")
         else:
             values[key] = value
-    given: dict[str, int] = {}
+    given: dict[str, Any] = {}
     for key, fewest in (("every", 1), ("steps", FEWEST)):
         if key in values:
             if re.fullmatch(r"[1-9]\d{0,9}", values[key]) and int(values[key]) >= fewest:
@@ -130,7 +131,7 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
                 wrong.append(
                     f"{key} = {values[key]!r} is no number of steps of at least {fewest}. Write it as '{FORM}'."
                 )
-    margin, least, said = _margins(values.get("margin", ""))
+    margins, said = _margins(values.get("margin", ""))
     wrong += said
     every, steps = (given.get(key, getattr(GuardSettings, key)) for key in ("every", "steps"))
     if not wrong and steps > every:
@@ -139,19 +140,19 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
         )
     if wrong:
         return GuardSettings(), wrong
-    return GuardSettings(**given, margin=margin, least_margin=least, then=values.get("then", WARN)), []
+    return GuardSettings(**margins, then=values.get("then", WARN), **given), []
 
 
-def _margins(text: str) -> tuple[float, float, list[str]]:
-    """Those of `Evidence`; problems."""
+def _margins(text: str) -> tuple[dict[str, Any], list[str]]:
+    """What `Evidence` takes; problems."""
     if not text:
-        return MARGIN, LEAST_MARGIN, []
+        return {}, []
     number, percent = text.removesuffix("%").strip(), text.endswith("%")
     value = float(number) if re.fullmatch(r"[-+]?\d{0,9}(\d|\.\d{1,12})", number) else 0.0
     if value <= 0 or (percent and value >= 100):
         form = "a share of the loss above 0 % and below 100 %, as 0.25%, or nats above 0, as 0.003"
         why = "differences of sound runs are of the order of 0.001"
-        return MARGIN, LEAST_MARGIN, [f"margin = {text!r} is not {form}: {why}. Write such a number."]
+        return {}, [f"margin = {text!r} is not {form}: {why}. Write such a number."]
     if percent:
-        return value / 100, LEAST_MARGIN * value / 100 / MARGIN, []
-    return NEXT_TO_NOTHING, value, []
+        return {"margin": value / 100, "least_margin": LEAST_MARGIN * value / 100 / MARGIN}, []
+    return {"least_margin": value, "is_in_nats": True}, []

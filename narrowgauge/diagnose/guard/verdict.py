@@ -11,6 +11,7 @@ WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
 STRETCH, SAME_WEIGHTS, GRADIENT = "stretch", "same weights", "gradient"  # what a verdict of worse was seen on
 FORESIGHT = 100  # checks ahead
 NAMED = 3  # weights in a sentence
+WIDE = 0.02  # of the loss: a larger margin is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,11 @@ class Verdict:
         mean = f"{signed(self.mean)} nats {self._over()}"
         if self.name == WITHIN:
             same = "" if self.same_mean is None else f", {signed(self.same_mean)} on the same weights"
-            return f"The loss is within {margin} of that of BF16: {mean}{same}, E = {self.e_within:.3g}."
+            wide = f", {self.margin / abs(self.loss):.0%} of the loss" if self.margin > WIDE * abs(self.loss) else ""
+            return (
+                f"From the same state BF16 is no more than {margin}{wide} away: {mean}{same}, E = {self.e_within:,.0f}. "
+                "What was lost before the checks is not seen."
+            )
         more = (
             f"about {plural(self.more_checks, 'more check')} like these would tell"
             if self.more_checks
@@ -78,11 +83,11 @@ class Verdict:
 
     def _worse(self, margin: str) -> str:
         is_same = self.seen_on == SAME_WEIGHTS
-        begin = "On the same weights and batch the loss" if is_same else "The loss"
+        begin = "On the same weights and batch the loss" if is_same else "From the same state the loss"
         mean = f"{signed(self.same_mean if is_same else self.mean)} nats {self._over()}"
         lower = " A lower loss is a departure too: values that saturate lower it at first, and weights may have grown used to a fault."
         hint = lower if self.direction == "lower" else ""
-        return f"{begin} is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:.3g}.{hint}"
+        return f"{begin} is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:,.0f}.{hint}"
 
     def _of_gradients(self) -> str:
         named = ", ".join(self.sick[:NAMED])

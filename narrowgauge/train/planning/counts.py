@@ -78,7 +78,9 @@ class Counts:
         else:
             found = forecast(source.builder, self.device, layers, differing, self.full)
         in_flight = min(sizes.pp, source.config.micro_batches)
-        found = divided(found, of_stage, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight)
+        found = divided(
+            found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight
+        )
         return replace(found, notes=(*found.notes, *notes_of(source)))
 
 

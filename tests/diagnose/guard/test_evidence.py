@@ -10,6 +10,7 @@ import pytest
 from narrowgauge.diagnose import runs
 from narrowgauge.diagnose.guard.bets import CEILING, LIMIT, Money, Scale, chi2_quantile, factors
 from narrowgauge.diagnose.guard.evidence import Evidence
+from narrowgauge.diagnose.guard.settings import parse
 from narrowgauge.diagnose.guard.verdict import REFERENCE, UNKNOWN, WITHIN, WORSE
 from narrowgauge.errors import ConfigError
 
@@ -86,7 +87,7 @@ def test_a_gap_that_was_mended_is_forgotten():
 
 def test_the_margin_is_a_share_of_the_loss_and_at_least_its_nats():
     assert judged([0.0], loss=4.0)[0].margin == 0.01
-    assert judged([0.0], loss=0.1)[0].margin == 0.003
+    assert judged([0.0], loss=0.5)[0].margin == 0.003
     assert Evidence(margin=0.01, least_margin=0.001).margin_at(0.2) == 0.002
     assert first(judged([0.006] * 8, loss=1.0), WORSE) and not first(judged([0.006] * 8, loss=4.0), WORSE)
 
@@ -223,3 +224,14 @@ def test_the_scale_is_that_of_controls_and_neighbouring_differences():
 def test_quantiles_of_chi_squared_agree_with_tables():
     for freedom, value in {1: 0.0158, 2: 0.2107, 3: 0.5844, 5: 1.610, 10: 4.865, 30: 20.60}.items():
         assert chi2_quantile(freedom) == pytest.approx(value, rel=0.014)
+
+
+def test_the_margin_in_nats_is_no_large_part_of_a_loss_that_has_none():
+    """A mean squared error of 0.003 would be within 0.003 nats whatever happens. Nats that are asked for stay."""
+    assert judged([0.0], loss=0.003)[0].margin == pytest.approx(0.00003)
+    assert Evidence().margin_at(0.0) > 0
+    asked = parse("margin=0.003")
+    assert asked is not None and asked.evidence().margin_at(0.003) == 0.003
+    evidence = asked.evidence()
+    sentences = [evidence.add(0.0, loss=0.01).sentence for _ in range(6)]
+    assert "30% of the loss" in sentences[-1] and "What was lost before the checks is not seen." in sentences[-1]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import narrowgauge as ng
 from narrowgauge.diagnose import runs
+from narrowgauge.diagnose.guard.check import PAIRS, noise
 from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.same_weights import (
     HIGH,
@@ -46,11 +47,11 @@ def test_the_slope_is_what_the_gradient_was_multiplied_by():
     assert list(outside(found)) == ["b", "c", "d"]
 
 
-def test_noise_has_no_direction():
+def test_a_slope_is_not_moved_by_noise():
     """Unbiased noise as large as the gradient leaves the slope at 1 +- 0.016."""
     narrow, wide = gradients()
-    noise = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(1))
-    found = slopes({name: each + noise for name, each in narrow.items()}, wide)
+    added = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(1))
+    found = slopes({name: each + added for name, each in narrow.items()}, wide)
     assert all(abs(slope - 1) < 0.1 for slope in found.values()) and not outside(found)
 
 
@@ -201,6 +202,18 @@ def test_a_gap_on_the_same_weights_is_an_alarm_that_says_so():
         and "0.1000 nats" in found.sentence
     )
     assert found.e_worse == (found.e_worse_stretch + found.e_worse_same) / 2
+
+
+def test_steps_that_follow_say_how_far_one_batch_scatters():
+    """The same two numbers decide where batches agree, and nothing where they scatter as far. Less than three steps say nothing."""
+    assert noise([5.0, 2.03, 2.01, 1.9, 1.9], [2.0, 2.0, 2.0, 1.9, 1.9]) == pytest.approx([0.02 / math.sqrt(2), 0.0])
+    assert noise([2.0, 1.9], [2.0, 1.9]) == [] == noise([2.0], [])
+    assert len(noise([2.0] * 50, [1.0] * 50)) == PAIRS
+    for scatter, name in ((0.001, WORSE), (0.03, UNKNOWN)):
+        evidence = Evidence()
+        for same in (0.03, 0.025):
+            verdict = evidence.add(0.0, loss=LOSS, same=same, noise=[scatter] * PAIRS)
+        assert verdict.name == name
 
 
 def test_within_needs_both_numbers_inside():

@@ -198,7 +198,7 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
 
 KINDS = ("step ", "left out ", "poison ", "take ", "check ", "broken", "training ")  # what a case begins with
 SLOW = (
-    "check delayed", "left out e4m3 tensor fp32 delayed",
+    "check delayed", "left out e4m3 tensor fp32 delayed", "left out e5m2", "take int8", "broken",
     "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
     "training fp8-delayed 2", "training fp8-current 1",
 )  # fmt: skip
