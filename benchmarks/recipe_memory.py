@@ -114,8 +114,8 @@ MODELS: dict[str, Shape] = {
 LARGE: dict[str, Shape] = {"llama-8b": _llama(32, 4096), "llama-8b-8192": _llama(32, 8192)}
 PLAIN = "none"
 RECIPES = tuple(name for name in recipes.names() if name != "bf16")
-# What trains beside a frozen base, and the loss: of whole logits, or over slices of the vocabulary.
-FROZEN = ("adapters", "adapters, loss over slices", "head")
+# What trains beside a frozen base, and the loss: of whole logits, in chunks of tokens as `narrowgauge train` has it, or over slices.
+FROZEN = ("adapters", "adapters, loss in chunks", "adapters, loss over slices", "head")
 
 
 class Adapter(nn.Module):
@@ -140,9 +140,9 @@ def device_for(recipe: str) -> str:
 
 
 def step(
-    shape: Shape, recipe: str, prepare: Prepare | None = None, slices: bool = False, **options: Any
+    shape: Shape, recipe: str, prepare: Prepare | None = None, loss_in: str = "whole", **options: Any
 ) -> Callable[[], Step]:
-    """The step that is counted. prepare: what is done with the model behind `convert`; slices: the loss; options: of `convert`."""
+    """The step that is counted. prepare: what is done with the model behind `convert`; loss_in: whole, chunks, slices."""
 
     def build() -> Step:
         model = shape.build(shape.layers).train()
@@ -155,13 +155,13 @@ def step(
         optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
 
         def loss() -> Tensor:
-            if not slices:
+            if loss_in == "whole":
                 whole: Tensor = model(**batch).loss
                 return whole
             hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
             targets = batch["labels"][:, 1:]
             total, tokens = ng.memory.chunked_cross_entropy(
-                hidden[:, :-1], model.lm_head.weight, targets, slices=True, checked=True
+                hidden[:, :-1], model.lm_head.weight, targets, slices=loss_in == "slices", checked=True
             )
             return total / tokens
 
@@ -200,7 +200,8 @@ def frozen(recipe: str, case: str, codes: bool) -> dict[str, Any]:
         ng.memory.freeze(model, names, codes=codes)
 
     device = device_for(recipe)
-    return counted(LARGE["llama-8b"], recipe, device, prepare=prepare, slices="slices" in case, fuse=True)
+    loss_in = next((each for each in ("chunks", "slices") if each in case), "whole")
+    return counted(LARGE["llama-8b"], recipe, device, prepare=prepare, loss_in=loss_in, fuse=True)
 
 
 def row(name: str, shape: Shape, recipe: str, beside: dict[str, Any], device: str) -> dict[str, Any]:

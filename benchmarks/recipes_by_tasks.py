@@ -4,7 +4,8 @@
 
 Each run has two layers of width 64 from random weights, 16 examples a step, AdamW at 2e-3 with a cosine: a few seconds. What is finished is
 not repeated, so the same command goes on. Products of Linears alone are narrow, in the evaluation too. Seeds are paired: weights,
-batches and their order are bf16's. Table: mean of the paired difference and its 95 % interval (Student).
+batches and their order are bf16's. NAME/int4 has embeddings of INT4 too, with a learned
+step. Table: mean of the paired difference and its 95 % interval (Student).
 
     digits       scikit-learn's 8 x 8 pixels, a ViT; accuracy
     tagging      made sentences (`made_tasks`); accuracy of words
@@ -31,6 +32,7 @@ from benchmarks.paired import Experiment, Figures, summarize
 
 RECIPES = (
     "bf16", "fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4", "int8", "int4-hq-bs", "int4-hq-lss", "int4-lsq-luq",
+    "bf16/int4", "int4-hq-bs/int4",
 )  # fmt: skip
 STEPS = {"tagging": 120, "numbers": 120, "digits": 240, "answers": 160, "characters": 120, "translation": 240}
 HIGHER_IS_BETTER = ("digits", "tagging", "answers", "numbers")
@@ -42,7 +44,8 @@ def main() -> None:
     tables = []
     for task in options.tasks:
         settings = {"task": task, "steps": STEPS[task]}
-        experiment = Experiment(run, options.recipes, options.seeds, settings, options.output / task)
+        names = [name for name in options.recipes if "/" not in name or task != "digits"]  # which has no embedding
+        experiment = Experiment(run, names, options.seeds, settings, options.output / task)
         rows = summarize(experiment.results(1), ("score", "processor_s"), options.recipes[0])
         for row in rows:
             row |= {"task": task, "interval": interval(row["score_differences"]), "settings": settings}
@@ -60,7 +63,8 @@ def run(recipe: str, seed: int, task: str, steps: int) -> dict[str, float]:
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as name:
         model, batches, loss_of, score = TASKS[task](seed, steps, Path(name))
-        ng.convert(model, recipe)
+        linears, _, codes = recipe.partition("/")
+        ng.convert(model, linears, embeddings=codes or None)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2

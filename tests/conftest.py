@@ -18,6 +18,7 @@ import torch
 from narrowgauge.ops import registry, selfcheck, triton
 from narrowgauge.ops.cpp.build import compiler_name
 from narrowgauge.ops.registry import Device
+from tests.distributed.ranks import Ranks
 
 # The same examples on every run and machine; the time of one example says nothing on shared cores.
 hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
@@ -55,6 +56,14 @@ def pytest_collection_finish() -> None:
     """Modules and tests count as old for good, so that the collections that tests ask for see what tests made."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects() -> Iterator[None]:
+    """What the tests of a file have imported counts as old from then on: a run collects all the rest, and a worker has many runs."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -114,6 +123,15 @@ def globals_kept() -> Iterator[None]:
             changed.append(f"{name}: {before[name]} -> {read()}")
             write(before[name])
     assert not changed, "the test left torch's globals changed: " + "; ".join(changed)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """How many -> those ranks: the same processes for all tests of a worker, which import what a run needs once."""
+    pools: dict[int, Ranks] = {}
+    yield lambda world: pools.setdefault(world, Ranks(world))
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture

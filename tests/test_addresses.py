@@ -25,6 +25,7 @@ from narrowgauge.optim.cpp import binding
 from narrowgauge.recipe import Cast, Hadamard
 from tests.compare import assert_same
 from tests.ops.registries import registries
+from tests.selection import quick
 
 PACKAGE = Path(ng.__file__).parent
 # Kernels that compute by torch's operators alone. A kernel that takes an address does not belong here.
@@ -177,7 +178,11 @@ def model() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")
-@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    quick([recipes.get(name) for name in ("fp8-delayed", "fp8-block", "nvfp4", "int4-hq-lss")], recipes.ALL),
+    ids=lambda recipe: recipe.name,
+)
 def test_a_model_trains_on_fake_tensors(recipe):
     with FakeTensorMode():
         layers = ng.convert(model(), {"*": recipe})

@@ -22,7 +22,7 @@ from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.rows import PaddingReport, Waste, round_up, width_of
 from narrowgauge.data.stored import GROUP, GROUPS, Stored, group_of
-from narrowgauge.data.tables import Record
+from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 
@@ -102,6 +102,7 @@ class Choices(Task):
         for place, choice in enumerate(choices):
             if not isinstance(choice, str) or not choice.strip():
                 raise DataError(f"{row.origin}: choice {place} is {choice!r:.60}, and must be a text. Correct the row.")
+            refuse_half_a_pair(choice, f"{row.origin}: choice {place}")
         asked = [row.text(column) for column in (self.context, self.question) if column is not None]
         if not "".join(asked).strip():
             raise DataError(f"{row.origin}: there is neither a context nor a question. Correct the row, or remove it.")

@@ -1,7 +1,7 @@
 """Strata: groups of labels, each of which has the same share of every batch, though batches are made by length.
 
     share   (rank + 1/2) / size of the stratum; rank: of the example in its stratum, the widest class first
-    order   by share, so that a run of n of N examples holds n size / N of each stratum, less than one more or less
+    order   by share, so that a run of n of N examples holds n size / N of each stratum, less than two more or less
 
 Where length tells of the label (a short window holds no answer, a long text has more to find) batches of one length have other labels than
 the data. The gradient then swings with the share of labels in the batch, and a model may stay long on a plateau where it knows that

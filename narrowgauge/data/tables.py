@@ -44,15 +44,20 @@ class Record(NamedTuple):
             raise DataError(
                 f"{self.origin}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it."
             )
-        try:
-            if not value.isascii():
-                value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{self.origin}: column {column!r} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character "
-                f"{error.start}. Correct the row or remove it."
-            ) from None
+        refuse_half_a_pair(value, f"{self.origin}: column {column!r}")
         return value
+
+
+def refuse_half_a_pair(value: str, where: str) -> None:
+    """DataError for a string that UTF-8 cannot encode, and so no tokenizer reads."""
+    try:
+        if not value.isascii():
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character {error.start}. Correct the row or "
+            "remove it."
+        ) from None
 
 
 def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.tables import Record
+from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError, closest
 
@@ -157,6 +157,7 @@ def _listed(row: Record, column: str) -> list[str]:
         if not isinstance(each, str):
             hint = " Write the names of tags instead of their numbers." if isinstance(each, int) else " Write strings."
             raise DataError(f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}")
+        refuse_half_a_pair(each, f"{row.origin}: entry {place} of column {column!r}")
     return value
 
 

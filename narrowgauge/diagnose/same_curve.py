@@ -62,7 +62,7 @@ class SameCurve:
         if self.name == SMALL:
             return (
                 f"The curve differs by more than control, but by less than the margin of {self.margin:.4f} nats ({self.numbers}): "
-                f"{change} alone does not explain a larger gap."
+                f"{change} makes no more difference than that."
             )
         if self.name == DIFFERS:
             side = "higher" if self.difference > 0 else "lower"

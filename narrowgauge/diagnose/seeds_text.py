@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from narrowgauge.diagnose.format_text import PERCENT, decimals, plural, signed, true_minus
-from narrowgauge.diagnose.paired_tests import MOST
+from narrowgauge.diagnose.paired_tests import MOST, half_width
 from narrowgauge.diagnose.seeds import (
     BETTER,
     DIVERGED,
@@ -102,7 +102,8 @@ def _about_margin(verdict: Verdict) -> str:
     texts = {
         WORSE: f"It is worse by more than {size}: one-sided t test at 5{PERCENT}, {chance}.",
         BETTER: f"It is better by more than {size}: one-sided t test at 5{PERCENT}, {chance}.",
-        EQUIVALENT: f"It is equivalent within {size}: two one-sided t tests at 5{PERCENT}, {chance}.",
+        EQUIVALENT: f"It is equivalent within {size}: two one-sided t tests at 5{PERCENT}, {chance}; the 90{PERCENT} interval, "
+        f"{_interval_of_both_tests(verdict)}, lies within it.",
         NOT_WORSE: f"It is not worse by more than {size}: one-sided t test at 5{PERCENT}, {chance}. "
         "Whether it is better by more is not known.",
         DIVERGED: "",
@@ -110,6 +111,12 @@ def _about_margin(verdict: Verdict) -> str:
     if verdict.name in texts:
         return texts[verdict.name] + (together if texts[verdict.name] else "")
     return f"Neither a difference above {size} is shown, nor that there is none.{_about_need(verdict)}"
+
+
+def _interval_of_both_tests(verdict: Verdict) -> str:
+    """The 90 % interval, which two one-sided tests at 5 % are the same as."""
+    mean, half = verdict.mean or 0.0, half_width(verdict.differences, 0.9) or 0.0
+    return f"{signed(mean - half, decimals(half))} to {signed(mean + half, decimals(half))}"
 
 
 def _about_need(verdict: Verdict) -> str:

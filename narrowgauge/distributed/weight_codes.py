@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.distributed.weight_scales import Rows, Spread, Statistic, TileAmaxes
-from narrowgauge.nn.operands import Casts, Operand, Rotation
+from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandPlan
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.straight_through import Coded, is_by_norm, scale_of_spread
 from narrowgauge.ops.hadamard import decode, encode, rotated_length
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode

@@ -24,7 +24,8 @@ from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.operands import Casts, Operand, Rotation
+from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS
 from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.nn.operands import Casts, Operand, Rotation, find
+from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.plan import OperandPlan
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import LearnedStep, Recipe

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.ops.pieces import by_rows
 from narrowgauge.recipe import LeverageScore
 
 # A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
@@ -59,10 +60,10 @@ def row_norms(x: Tensor) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
-    x = x.to(torch.float32)
-    amax = x.abs().amax()
+    amax = by_rows(lambda some: some.to(torch.float32).abs().amax().reshape(1), x).amax()
     unit = torch.where(amax == 0, 1.0, amax)
-    return torch.linalg.vector_norm(x / unit, dim=1).to(torch.float64) * unit.to(torch.float64)
+    norms = by_rows(lambda some: torch.linalg.vector_norm(some.to(torch.float32) / unit, dim=1), x)
+    return norms.to(torch.float64) * unit.to(torch.float64)
 
 
 def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:

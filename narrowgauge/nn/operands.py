@@ -14,51 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import in_memory, is_compiling
+from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
 from narrowgauge.nn.again import Again, Origin, Saved
-from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
+from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current, Hadamard, Window
+from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import Key, Stream
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotation of one product, by default none: both operands pass through it before they are cast."""
-
-    hadamard: Hadamard | None = None
-    signs: Tensor | None = None
-    is_random: bool = False
-
-    @classmethod
-    def draw(
-        cls, hadamard: Hadamard | None, operand: Tensor, stream: Stream | None = None, product: str = ""
-    ) -> Rotation:
-        """Along the last axis of `operand`, with new signs where they are random."""
-        if hadamard is None:
-            return NONE
-        from narrowgauge.ops.hadamard import draw_signs
-
-        is_random = hadamard.signs == "random"
-        signs = draw_signs(hadamard, operand.shape[1], operand.device, stream, product)
-        return cls(hadamard, tied(signs, operand) if is_random and signs is not None else signs, is_random)
-
-    def __call__(self, operand: Tensor) -> Tensor:
-        if self.hadamard is None:
-            return operand
-        from narrowgauge.ops.hadamard import rotate
-
-        return rotate(operand, self.hadamard, self.signs)
-
-
-NONE = Rotation()
+    from narrowgauge.ops.random import Key
 
 
 @dataclass(eq=False)
@@ -211,8 +179,7 @@ class Operand:
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         casts, plan = self.casts, self.plan
         if casts.rows is None:
-            x = self.tensor if rotation is NONE else rotation(self.tensor)
-            made = self.cast(x, plan.rows, plan.rows_expand, "rows")
+            made = self._rotated_cast(self.tensor, rotation, plan.rows, plan.rows_expand, "rows")
             if not rotation.is_random:
                 casts.rows = made
             return made
@@ -236,11 +203,27 @@ class Operand:
                 # Native GEMMs would otherwise turn the codes at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
-            x = self.tensor.t()
-            made = self.cast(x if rotation is NONE else rotation(x), plan.cols, plan.cols_expand, "cols")
+            made = self._rotated_cast(self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols")
         if not rotation.is_random:
             casts.cols = made
         return made
+
+    def _rotated_cast(
+        self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str
+    ) -> QTensor | Tensor:
+        if rotation is not NONE and cast is not None and x.numel() > PIECE:
+            from narrowgauge.nn.rotated_pieces import cast_in_pieces, casts_apart
+
+            if casts_apart(cast, x):
+                noise = self._noise(x, which) if cast.rounding == "stochastic" else None
+                return cast_in_pieces(
+                    x,
+                    cast,
+                    rotation,
+                    noise,
+                    lambda rows, cast, noise: self.plan.quantize(rows, cast, None, noise, expand),
+                )
+        return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
     def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str) -> QTensor | Tensor:
         """x [outer, inner], the rows or the cols, as it enters a product: 16 bits, or quantized by its own amax or its window's."""
@@ -314,11 +297,11 @@ class Operand:
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
-            keeps_values = rows.is_expanded and rows.device.type == "cpu"
+            keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
             rotation = Rotation.draw(plan.cols_rotate, self.tensor.T, self.context.stream, "x")
-            casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
+            casts.cols = self._rotated_cast(self.tensor.T, rotation, plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
         scale = to_exponents(codes.scale) if _keeps_exponents(codes.cast) else codes.scale

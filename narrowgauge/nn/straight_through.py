@@ -30,17 +30,20 @@ from narrowgauge.nn import leverage_score
 from narrowgauge.nn.again import Again, Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.operands import Operand, Rotation
+from narrowgauge.nn.operands import Operand
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
+from narrowgauge.ops.pieces import cuts
 from narrowgauge.ops.quantize import calibrated_amax, row_squares, spread
+from narrowgauge.ops.random import uniform
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import Stream
+    pass
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,11 @@ class Coded:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
         if self.residual is None or self.bits is None or self.codes is None:
             return None
-        clipped = torch.where(unpack_bits(self.bits, d.shape[1]), 0.0, d * self.codes).sum()
+        parts = [
+            torch.where(unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]).sum()
+            for each in cuts(d)
+        ]
+        clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         some = d if self.rows is None else d[self.rows]
         share = 1.0 if self.rows is None else max(len(self.rows), 1) / max(len(d), 1)
         rounded = (some * self.residual.to(torch.float32)).sum() / share
@@ -182,7 +189,7 @@ class CodedInput(CodedOperand):
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def _offset(self, x: Tensor) -> Tensor:
-        return _uniform((), x.device, self.context.stream, "x", "residual")
+        return uniform((), x.device, self.context.stream, "x", "residual")
 
     def saved(self) -> Saved:
         """(signs, x, scale, codes two to a byte, bits, residual, rows), each if backward asks for it."""
@@ -277,7 +284,7 @@ class CodedGradient(Operand):
         p = leverage_score.probabilities(scores, budget)
         self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
         if product in self.context.sampled:
-            noise = _uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
+            noise = uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
             self.sample = leverage_score.systematic(p, budget, noise)
             self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
 
@@ -335,13 +342,6 @@ def _coded(
             scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
         found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
-
-
-def _uniform(shape: tuple[int, ...], device: torch.device, stream: Stream | None, *names: str) -> Tensor:
-    """float32 in [0, 1) from torch's generator, or the draw of a stream with these names."""
-    if stream is None:
-        return torch.rand(shape, device=device, dtype=torch.float32)
-    return stream.key(*names).uniform(shape).to(device)
 
 
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:

@@ -47,6 +47,12 @@ class Key:
             return cpp.uniform(tuple(shape), self.words)
         return reference(*self.words, tuple(shape))
 
+    def after(self, elements: int) -> Key:
+        """The key whose element 0 has the number that this one gives the element after so many."""
+        if isinstance(self.words, Tensor):
+            return Key(torch.stack(((self.words[0] + elements) & MASK, self.words[1])))
+        return Key(((self.words[0] + elements) & MASK, self.words[1]))
+
     def on_device(self, device: torch.device) -> Tensor:
         """The words as int64 [2] on `device`, which is theirs if they are in its memory."""
         return torch.as_tensor(self.words, dtype=torch.int64, device=device)
@@ -112,6 +118,13 @@ def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = N
         return torch.rand(shape, dtype=torch.float32, device=device)
     low, high = torch.randint(0, 2**32, (2,), dtype=torch.int64, device="cpu").tolist()
     return Key((low, high))
+
+
+def uniform(shape: tuple[int, ...], device: torch.device, stream: Stream | None, *names: str) -> Tensor:
+    """float32 in [0, 1) from torch's generator, or the draw of a stream with these names."""
+    if stream is None:
+        return torch.rand(shape, device=device, dtype=torch.float32)
+    return stream.key(*names).uniform(shape).to(device)
 
 
 def draws_keys(device: torch.device) -> bool:

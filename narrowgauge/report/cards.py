@@ -75,7 +75,8 @@ def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
     if both and math.isfinite(both[-1]["loss"]):
         gaps = [event["wide"]["loss"] - event["loss"] for event in both]
         spread = f", from {format_text.signed(min(gaps))} to {format_text.signed(max(gaps))} over {count(len(gaps))} evaluations"
-        note = f"{format_text.signed(gaps[-1])} to the run's own products{spread if len(gaps) > 1 else ''}"
+        step, last = count(both[-1]["step"]), format_text.signed(gaps[-1])
+        note = f"at step {step}; {last} to the run's own products{spread if len(gaps) > 1 else ''}"
         yield card("The same weights in 16 bits", format_text.loss_value(both[-1]["wide"]["loss"]), unit, note)
 
 

@@ -83,7 +83,7 @@ def role(event: Event) -> str:
 
 
 def happenings(recorded: Recorded) -> list[str]:
-    """A sentence for each switch, resumption, spike, reading of the GPU's idle time and non-finite amax, by step."""
+    """A sentence for each switch, resumption, spike, alarm, blame, reading of the GPU's idle time and non-finite amax, by step."""
     found = []
     for event in recorded.of("switch"):
         if {"layers", "before", "after"} <= event.keys():
@@ -94,6 +94,16 @@ def happenings(recorded: Recorded) -> list[str]:
         text = f"The run resumed from {event.get('path') or 'its beginning'}."
         found.append((event["step"], text + f" Passed over as corrupt: {skipped}." * bool(skipped)))
     found += [(event["step"], event["sentence"]) for event in recorded.of("spike") if "sentence" in event]
+    found += [
+        (event["step"], f"Alarm of the guard. {event['sentence']}")
+        for event in recorded.of("guard")
+        if event["verdict"] == "worse"
+    ]
+    for event in recorded.of("rewind"):
+        if event.get("why") == "guard":
+            last = format_text.count(event["step"] + event["steps"])
+            found.append((event["step"], f"The steps from here to {last} are those of BF16."))
+    found += [(event["step"], blamed(event)) for event in recorded.of("blame")]
     for event in recorded.of("launches"):
         if {"words", "advice"} <= event.keys():
             found.append((event["step"], " ".join([f"{event['words']}.", *event["advice"]])))
@@ -106,3 +116,12 @@ def happenings(recorded: Recorded) -> list[str]:
         text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
         found.append((events[0]["step"], text))
     return [f"Step {format_text.count(step)}: {text}" for step, text in sorted(found)]
+
+
+def blamed(event: Event) -> str:
+    """What was found of the products at a step, and the line that computes the suspects in 16 bits."""
+    if not event.get("suspects"):
+        return "No product is suspect."
+    said = f"{format_text.plural(len(event['suspects']), 'product')} suspect: {', '.join(event['suspects'])}."
+    entries = ", ".join(f'"{entry}"' for entry in event.get("recipes") or ())
+    return f"{said} In 16 bits with recipes = [{entries}]." if entries else said

@@ -25,7 +25,7 @@ import torch
 from narrowgauge import storage
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.format_text import percent, plural, size
-from narrowgauge.diagnose.guard.check import wants_control
+from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.refusals import is_narrow
@@ -294,10 +294,12 @@ class Guard(Watch):
             kept = f", and as much in {self.kept} until the check has ended"
         config, settings = self.trainer.config, self.settings
         begins = settings.begins(config.warmup_steps, config.steps)
+        controls = -(-len(begins) // CONTROL_EVERY)
+        share = percent(settings.steps * (len(begins) + controls) / config.steps)
         show.say(
             f"Guard: {plural(len(begins), 'check')} of {plural(settings.steps, 'step')} in BF16, after step {begins[0]} and every "
-            f"{settings.every}; margin {settings.margin_words()}; then {settings.then}. In a check {size(nbytes)} of state wait in "
-            f"{place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
+            f"{settings.every}: {share} of the run's steps; margin {settings.margin_words()}; then {settings.then}. "
+            f"In a check {size(nbytes)} of state wait in {place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
         )
 
     def last_words(self) -> str:

@@ -97,6 +97,9 @@ def export(
         with quiet(), _storage_errors(draft):
             model.save_pretrained(draft, state_dict=weights)
             tokenizer.save_pretrained(draft)
+        readable = (draft / "config.json").stat().st_mode
+        for path in draft.glob("*.safetensors"):  # which safetensors writes for the owner alone, whatever the umask
+            path.chmod(readable)
         storage.flush_tree(draft)
 
 

@@ -98,7 +98,7 @@ class Trainer:
             on_gpu=device.type == "cuda",
         )  # fmt: skip
         self.memory_notes = [*filter(None, [why]), *self.memory_notes]
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.parameters = sum(each.numel() for name, each in self.model.named_parameters() if is_weight(name))
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
         self.stages = stages(config, self.model)

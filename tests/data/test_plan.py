@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from narrowgauge.data.plan import Batching, examples_of, plan
 from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
 from narrowgauge.data.sorted_order import restore_order, sorted_batches
+from narrowgauge.data.strata import strata_of
 from narrowgauge.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150)
@@ -292,3 +293,85 @@ def test_waste_is_counted():
     assert Waste(0, 0).percent == 0
     report = plan(lengths, Batching(batch_size=2)).padding
     assert report.as_dict()["fixed"] == {"tokens": 19, "positions": 64, "percent": 100 * 45 / 64}
+
+
+def tied_to_length(examples: int = 800, classes: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, labels), of which the longer examples have the larger labels more often."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(4, 100, examples)
+    return lengths, np.minimum(
+        (lengths / 100 + draw.normal(0, 0.2, examples)).clip(0, 0.99) * classes, classes - 1
+    ).astype(int)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_every_batch_has_the_share_of_each_stratum(classes):
+    """Exactly: the share of the data, less than two examples more or less; batches by length alone are far from it."""
+    lengths, labels = tied_to_length(classes=classes)
+    strata = strata_of(labels, lengths)
+    shares = np.bincount(strata) / len(strata)
+
+    def off(**options) -> float:
+        steps = plan(lengths, Batching(batch_size=16, seed=1), 2, **options).steps
+        return max(
+            abs(np.bincount(strata[step[0]], minlength=classes) - 16 * shares).max()
+            for step in steps
+            if len(step[0]) == 16
+        )
+
+    assert off(strata=strata) < 2
+    assert off() > 4
+
+
+@given(lengths=LENGTHS, labels=st.lists(st.integers(0, 5), min_size=150, max_size=150), world=st.integers(1, 3))
+def test_strata_lose_nothing_and_keep_to_the_budget(lengths, labels, world):
+    sizes = np.array(lengths)
+    strata = strata_of(np.array(labels[: len(lengths)]), sizes)
+    for form in ("batch_size", "token_budget"):
+        batching = batching_of(form, world=world, too_long="skip")
+        try:
+            found = plan(sizes, batching, strata=strata)
+        except ConfigError as error:
+            assert world > 1 and "do not go round" in str(error)
+            continue
+        assert sorted([*drawn(found), *found.skipped]) == list(range(len(lengths)))
+        positions = sum(shape(sizes, batch, found.widths)[0] for step in found.steps for batch in step)
+        assert positions == found.padding.planned.positions
+        if form == "token_budget":
+            assert all(shape(sizes, batch, found.widths)[0] <= 512 for step in found.steps for batch in step)
+
+
+def test_strata_pad_less_than_shuffling_and_their_ranks_are_of_one_width():
+    lengths, labels = tied_to_length(2000)
+    found = plan(lengths, Batching(batch_size=16, world=2), strata=strata_of(labels, lengths))
+    by_length = plan(lengths, Batching(batch_size=16, world=2))
+    assert by_length.padding.planned.percent < found.padding.planned.percent < 0.75 * found.padding.shuffled.percent
+    widths = [{shape(lengths, batch, found.widths)[1] for batch in step} for step in found.steps]
+    assert sum(len(each) > 1 for each in widths) < len(widths) / 10
+
+
+def test_one_stratum_and_none_are_one_plan():
+    lengths, labels = tied_to_length()
+    none = plan(lengths, Batching(batch_size=16))
+    assert plan(lengths, Batching(batch_size=16), strata=np.zeros(len(lengths), np.int64)) == none
+    assert plan(lengths, Batching(batch_size=16, stratify=False), strata=labels) == none
+
+
+def test_strata_of_labels_are_few():
+    """Of many classes neighbours by their mean length, of numbers quarters; equal labels are never apart."""
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 40, 2000)
+    lengths = 10 + labels + draw.integers(0, 5, 2000)
+    strata = strata_of(labels, lengths)
+    assert set(strata) == {0, 1, 2, 3} and all(len(set(strata[labels == each])) == 1 for each in range(40))
+    assert np.all(np.diff([lengths[strata == each].mean() for each in range(4)]) > 5)
+    numbers = strata_of(draw.normal(size=1000), lengths[:1000])
+    assert np.bincount(numbers).tolist() == [250] * 4
+    assert set(strata_of(np.ones(5), lengths[:5])) == {0} and len(strata_of(np.empty(0), lengths[:0])) == 0
+
+
+def test_strata_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="3 strata for 4 examples"):
+        plan([3, 4, 5, 6], Batching(batch_size=2), strata=np.zeros(3, np.int64))
+    with pytest.raises(ConfigError, match="packed rows have no stratum"):
+        plan([3, 4], Batching(batch_size=2, row_length=16), strata=np.zeros(2, np.int64))

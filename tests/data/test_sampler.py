@@ -153,3 +153,29 @@ def test_what_the_old_settings_dropped_the_new_ones_draw():
     finer.load_state_dict(sampler.state_dict())
     assert len(finer) == 1 + 3
     assert sorted(done + [index for batch in finer for index in batch]) == list(range(10))
+
+
+def test_a_state_from_before_there_were_strata_goes_on_and_another_is_refused():
+    """The rest of its epoch is planned by strata, and nothing is drawn twice or lost."""
+    strata, batching = LENGTHS % 2, Batching(batch_size=8, seed=3)
+    old = LengthBatchSampler(LENGTHS, batching)
+    seen = take(old, 5)
+    state = old.state_dict()
+    del state["strata"]
+    for settings, _ in state["segments"]:
+        del settings["stratify"]
+    again = LengthBatchSampler(LENGTHS, batching)
+    again.load_state_dict(state)
+    assert seen + list(again) == list(LengthBatchSampler(LENGTHS, batching))
+
+    new = LengthBatchSampler(LENGTHS, batching, strata=strata)
+    new.load_state_dict(state)
+    rest = list(new)
+    assert sorted(index for batch in seen + rest for index in batch) == list(range(len(LENGTHS)))
+    assert all(abs(strata[batch].sum() - 8 * strata.mean()) < 2 for batch in rest if len(batch) == 8)
+
+    mine = LengthBatchSampler(LENGTHS, batching, strata=strata)
+    take(mine, 2)
+    for other in (None, LENGTHS % 3):
+        with pytest.raises(CheckpointError, match="stratified by other labels"):
+            LengthBatchSampler(LENGTHS, batching, strata=other).load_state_dict(mine.state_dict())

@@ -75,6 +75,10 @@ def test_lists_text_with_spans_and_csv_are_the_same(tmp_path):
         ({"tags": [0, 1, 2, 0]}, "entry 1 of column 'tags' is 0, not a string. Write the names"),
         ({"tokens": ["the", "", "tile", "row"]}, r"word 2 \(''\): the word is empty"),
         ({"tokens": {"a": 1}}, "not a list"),
+        (
+            {"tokens": ["the", "\ud800", "tile", "row"]},
+            r"rows.jsonl:2: entry 2 of column 'tokens' holds half of a surrogate pair",
+        ),
     ],
 )
 def test_a_row_that_is_wrong_is_named_with_its_word(tmp_path, changes, said):
@@ -125,6 +129,13 @@ def test_truncated_words_lose_their_tags_alone(tmp_path):
 # Choices
 
 ASKED = {"context": "the red tile", "question": "it is", "choices": ["red", "green", "blue"], "label": 0}
+
+
+def test_a_choice_that_utf8_cannot_encode_is_refused(tmp_path):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: choice 1 holds half of a surrogate pair, .ud800, at character 0"
+    ):
+        prepared(tmp_path, [{**ASKED, "choices": ["red", "\ud800"]}], Choices())
 
 
 def test_each_choice_is_a_pair_of_texts(tmp_path):

@@ -100,7 +100,7 @@ def test_zero_in_the_interval_is_said_and_no_difference_is_called_above():
     """+0.0006 of pairs that scatter by 0.002 is neither higher nor worse."""
     verdict = judge(runs("fp8", moved(0.0006, 0.002)), runs("bf16", BASE), "loss")
     said = seeds_text.sentences(verdict)
-    assert "which includes zero" in said and "equivalent within the margin" in said
+    assert "which includes zero" in said and "equivalent within the margin" in said and "lies within it" in said
     assert not {"above", "higher", "worse"} & set(said.replace(",", " ").split())
 
 

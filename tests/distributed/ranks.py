@@ -1,8 +1,8 @@
 """Ranks of one process group (gloo on the CPU) that run functions of the tests: `ranks(2)(function, argument)` gives [result, result].
 
 Starting a process costs seconds of imports, so the processes stay for the tests that follow. They are forked from a server that has
-imported torch and done nothing else. A call that raises on one rank, or that is interrupted, leaves the others in a collective: they are
-ended, and the next call begins with new ones.
+imported torch and what a run needs, and done nothing else. A call that raises on one rank, or that is interrupted, leaves the others
+in a collective: they are ended, and the next call begins with new ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "narrowgauge"]
+PRELOADED = [
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "narrowgauge", "narrowgauge.train.loop",
+    "transformers.models.llama.modeling_llama",
+]  # fmt: skip
 PATIENCE_S = 2.0  # for the other ranks, once one has failed
 GROUP_TIMEOUT_S = 600.0  # of a collective: longer than any test may take
 

@@ -42,6 +42,7 @@ def test_compiled_gradients_are_those_of_eager_mode(recipe, bias):
         torch.testing.assert_close(compiled.norm(), eager.norm(), rtol=0.05, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_compiled_gradients_of_a_learned_step_are_of_the_rows_that_were_drawn():
     """torch.compile's partitioner drew them again in backward. The means of 60 draws: 5 standard errors, false alarm 6e-7 (statistical)."""
@@ -57,6 +58,7 @@ def test_compiled_gradients_of_a_learned_step_are_of_the_rows_that_were_drawn():
     assert abs(compiled - eager) < 5 * (of_eager + of_compiled).sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_both_operands_of_a_compiled_product_are_rotated_by_the_same_signs():
     """torch.compile's partitioner drew those of backward twice, and the weights' gradients were noise, at -9 dB (bounded).

@@ -19,7 +19,8 @@ from narrowgauge.formats import INT4, INT4X2, INT8
 from narrowgauge.nn.learned_step import LARGEST_STEP, RATE, SMALLEST_STEP, WATCHED
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear, linear
-from narrowgauge.nn.straight_through import _drawn_rows, _uniform
+from narrowgauge.nn.straight_through import _drawn_rows
+from narrowgauge.ops.random import uniform
 from narrowgauge.ops.registry import Device
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
@@ -551,7 +552,7 @@ def test_rows_are_drawn_alike_whatever_the_default_dtype() -> None:
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        rows = _drawn_rows(16384, 16, _uniform((), torch.device("cpu"), None))
+        rows = _drawn_rows(16384, 16, uniform((), torch.device("cpu"), None))
     finally:
         torch.set_default_dtype(before)
     assert len(rows.unique()) == 1024 and (rows.diff() == 16).all()

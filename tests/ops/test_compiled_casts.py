@@ -82,6 +82,7 @@ def test_windows_and_blocks_take_one_read_too(recipe: str, op: str, device_is, t
     assert casts_of(recipe, device_is) == [{op: 8 if recipe == "fp8-delayed" else 6}, {op: 4}]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_a_cpu_fuses_the_definition() -> None:
     """Nothing of the operators is in its graphs."""

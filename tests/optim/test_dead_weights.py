@@ -60,7 +60,7 @@ def test_dead_weights_go_no_further_than_torchs(beta2, dead, remains):
         assert found <= 2 * truth, f"{states}: {found:.3g}, torch {truth:.3g}"
 
 
-@pytest.mark.parametrize("states", NARROW)
+@pytest.mark.parametrize("states", quick(["8bit", "4bit"], NARROW))
 def test_dead_weights_stop_in_every_rule(states):
     """SGD: within twice torch's. Lion, whose exact momentum keeps its sign for ever, goes less far and comes to rest."""
 
@@ -82,7 +82,8 @@ def test_in_plain_torch_too():
         assert walk(adamw(states, 0.95, backend="torch"), 300) <= 2 * truth
 
 
-def test_units_that_wake_are_taken_back_as_torchs_are():
+@pytest.mark.parametrize("states", quick(["4bit"], NARROW))
+def test_units_that_wake_are_taken_back_as_torchs_are(states):
     """The loss after half of the hidden units come back, and 20 steps later: at most twice that of torch."""
 
     def losses(build: Build) -> tuple[float, float]:
@@ -102,9 +103,8 @@ def test_units_that_wake_are_taken_back_as_torchs_are():
         return found[700], found[719]
 
     truth = losses(adamw(None, 0.95))
-    for states in NARROW:
-        found = losses(adamw(states, 0.95))
-        assert found[0] < 2 * truth[0] and found[1] < 2 * truth[1], f"{states}: {found}, torch {truth}"
+    found = losses(adamw(states, 0.95))
+    assert found[0] < 2 * truth[0] and found[1] < 2 * truth[1], f"{found}, torch {truth}"
 
 
 # --- the bound -----------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def allocated(build: Callable[[], Step]) -> int:
 @pytest.mark.parametrize(
     ("recipe", "states", "checkpointing"),
     quick(
-        [("fp8-delayed", "8bit", None), ("int4-hq-bs", "torch", None)],
+        [("fp8-delayed", "8bit", None)],
         [
             ("none", "torch", None),
             ("fp8-current", "torch", None),

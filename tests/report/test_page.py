@@ -117,6 +117,7 @@ def test_the_page_is_small(pair):
     assert (pair / "report.html").stat().st_size < 400_000
 
 
+@pytest.mark.slow
 def test_the_page_has_the_same_bytes_in_another_process_without_a_home(pair, html):
     """Other hash seed, no writable home, warnings are errors: nothing on stderr, and not one byte of difference."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MPL", "XDG_"))}
@@ -459,16 +460,35 @@ def test_what_happened_is_told_in_order(tmp_path):
         {"event": "launches", "step": 30, "words": "the GPU was idle", "advice": ["Compile the model."]},
         {"event": "resume", "step": 5, "skipped": []},
         {"event": "spike", "step": 8, "cause": "data", "sentence": "The loss jumped."},
+        {"event": "guard", "step": 9, "verdict": "unknown", "sentence": "Not known yet."},
+        {"event": "rewind", "step": 20, "steps": 5, "why": "guard"},
+        {"event": "blame", "step": 25, "suspects": ["down_proj:output"], "recipes": ["down_proj=bf16:output"]},
+        {"event": "guard", "step": 25, "verdict": "worse", "sentence": "The loss is higher."},
+        {"event": "blame", "step": 26, "suspects": [], "recipes": []},
     ]
     assert tables.happenings(recorded(tmp_path, listed)) == [
         "Step 5: The run resumed from its beginning.",
         "Step 7: An amax of the output gradients of m was not finite (5 readings, the last at step 9) and was kept out of the "
         "scaling window.",
         "Step 8: The loss jumped.",
+        "Step 20: The steps from here to 25 are those of BF16.",
+        'Step 25: 1 product suspect: down_proj:output. In 16 bits with recipes = ["down_proj=bf16:output"].',
+        "Step 25: Alarm of the guard. The loss is higher.",
+        "Step 26: No product is suspect.",
         "Step 30: the GPU was idle. Compile the model.",
         "Step 240: 14 layers went from nvfp4 to bf16.",
     ]
     assert tables.happenings(recorded(tmp_path)) == []
+
+
+def test_the_score_in_16_bits_says_its_step(tmp_path):
+    """After a guard has put a run into BF16 its evaluations have one score."""
+    listed = [
+        {"event": "eval", "step": 60, "loss": 4.75, "wide": {"loss": 5.0}},
+        {"event": "eval", "step": 120, "loss": 4.5},
+    ]
+    [card] = measured.wide_cards(recorded(tmp_path, listed), "nats/token")
+    assert card["note"] == "at step 60; +0.2500 to the run's own products"
 
 
 def test_padding_is_one_card(tmp_path):

@@ -27,6 +27,28 @@ def make(text, tmp_path):
 
 
 @pytest.fixture
+def with_report():
+    """Asked for by a quick test whose runs write their report."""
+
+
+@pytest.fixture(autouse=True)
+def reports(request, monkeypatch):
+    """The folders whose report was due. A third of a tiny run is its page: a quick test has none written, unless it asks `with_report`."""
+    from narrowgauge.train import loop
+
+    due, write = [], loop._write_report
+    is_written = "with_report" in request.fixturenames or request.node.get_closest_marker("slow")
+
+    def noted(folder):
+        due.append(folder.path)
+        if is_written:
+            write(folder)
+
+    monkeypatch.setattr(loop, "_write_report", noted)
+    return due
+
+
+@pytest.fixture
 def before_step(monkeypatch):
     """before_step(3, do): calls do(trainer) once, just before optimizer step 3 is computed."""
     from narrowgauge.train import loop

@@ -21,11 +21,6 @@ from tests.train import tiny
 
 
 @pytest.fixture
-def text(tmp_path):
-    return tiny.write_text(tmp_path / "text")
-
-
-@pytest.fixture
 def as_if_measured(monkeypatch):
     """Layers of 48 outputs take fp8-row, others fp8-current."""
     asked = []

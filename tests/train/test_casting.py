@@ -14,12 +14,7 @@ from narrowgauge.optim import AdamW, precast_weights
 from narrowgauge.train import loop
 from tests.optim.test_precast_weights import WRITING
 from tests.selection import quick
-from tests.train.tiny import losses, settings, write_text
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text")
+from tests.train.tiny import losses, settings
 
 
 def told(folder) -> list[str]:

@@ -22,7 +22,6 @@ from narrowgauge.train import loop, trainer
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.processes import PYTHON, run
 from tests.selection import quick
 from tests.train import faulty_run, tiny
@@ -48,7 +47,7 @@ def assert_all_end(said: list[Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
-def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(ranks, make, layout):  # noqa: F811
+def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(ranks, make, layout):
     """The file system refuses on rank 1 as it saves step 4."""
     common = {"recipe": "fp8-delayed", "steps": 5}
     reference = make("reference", micro_batches=2, **common)
@@ -79,7 +78,7 @@ def told(config: Any) -> tuple[Any, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["changed", "missing", "foreign"])
-def test_damaged_shards_are_named_and_all_ranks_take_the_checkpoint_before(ranks, make, harm):  # noqa: F811
+def test_damaged_shards_are_named_and_all_ranks_take_the_checkpoint_before(ranks, make, harm):
     common = {"recipe": "fp8-delayed", "steps": 6}
     reference = make("reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
@@ -103,7 +102,7 @@ def test_damaged_shards_are_named_and_all_ranks_take_the_checkpoint_before(ranks
 
 
 @pytest.mark.slow
-def test_the_best_weights_of_shards_are_exported_after_a_resumption(ranks, make, before_step):  # noqa: F811
+def test_the_best_weights_of_shards_are_exported_after_a_resumption(ranks, make, before_step):
     """The weights are spoilt before step 5, and the run stopped after step 6."""
     common = {"recipe": "fp8-delayed", "steps": 7, "eval_every": 1, "best": "loss"}
     reference = make("reference", micro_batches=2, **common)
@@ -119,7 +118,7 @@ def test_the_best_weights_of_shards_are_exported_after_a_resumption(ranks, make,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "fsdp"])
-def test_the_scales_of_gradient_messages_go_on(ranks, make, layout):  # noqa: F811
+def test_the_scales_of_gradient_messages_go_on(ranks, make, layout):
     """What ranks send in fp8-lm depends on how many they are: so two ranks that stopped are compared with two that did not."""
     common = {"recipe": "fp8-row", "steps": 6, "gradients": "fp8-lm", "parallel": layout}
     calm, config = make("calm", **common), make("stopped", **common)
@@ -134,7 +133,7 @@ def test_the_scales_of_gradient_messages_go_on(ranks, make, layout):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_a_run_whose_optimizer_has_no_state_yet_goes_on(ranks, make, before_step):  # noqa: F811
+def test_a_run_whose_optimizer_has_no_state_yet_goes_on(ranks, make, before_step):
     """Its only step overflowed in float16, so no parameter was updated."""
     common = {"recipe": "fp8-row", "precision": "amp-fp16", "optimizer": "lion", "steps": 3}
     reference = make("reference", micro_batches=2, **common)
@@ -149,7 +148,7 @@ def test_a_run_whose_optimizer_has_no_state_yet_goes_on(ranks, make, before_step
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_run_is_refused_as_in_one_process(ranks, make):  # noqa: F811
+def test_a_checkpoint_of_another_run_is_refused_as_in_one_process(ranks, make):
     config = make("run", parallel="fsdp", steps=4)
     assert ranks(2)(trained, config) == [0, 0]
     said = ranks(2)(trained, replace(config, resume=True, steps=3))
@@ -201,7 +200,7 @@ def counted_export(config: Any) -> tuple[Any, int]:
         return trained(config), counter.most
 
 
-def test_rank_0_holds_the_trained_weights_once_and_the_others_one_tensor(ranks, make):  # noqa: F811
+def test_rank_0_holds_the_trained_weights_once_and_the_others_one_tensor(ranks, make):
     """Beside its shard: all of them, and one more while it is gathered. Every byte of tensors is counted, not the process's."""
     config = make(parallel="fsdp", steps=1)
     (first, most), (second, other) = ranks(2)(counted_export, config)

@@ -23,7 +23,7 @@ from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
 from tests.train.test_pending import late  # noqa: F401
-from tests.train.test_torchrun import ranks, trained  # noqa: F401
+from tests.train.test_torchrun import trained
 
 RUNS = [
     {"recipe": "fp8-delayed", "precision": "amp-fp16", "states": "8bit"},
@@ -405,7 +405,7 @@ def test_other_steps_of_the_guard_drop_the_check_under_way(make, before_step, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
 @pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2", "pp=2"])
-def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):  # noqa: F811
+def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):
     if (parallel, recipe) == ("tp=2", "int4-hq-lss"):
         pytest.skip("no recipe that samples rows is cut")
     common = {"recipe": recipe, "parallel": parallel, "steps": 12, "micro_batches": 2 if parallel == "pp=2" else 1}
@@ -420,7 +420,7 @@ def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):  # noqa: F81
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2"])
 @pytest.mark.parametrize("then", ["stay", "bf16"])
-def test_an_alarm_of_two_ranks(ranks, make, parallel, then):  # noqa: F811
+def test_an_alarm_of_two_ranks(ranks, make, parallel, then):
     """As of one process with two micro-batches, and a stop in a check changes nothing. tp has other last bits than one process."""
     common = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "parallel": parallel}
     config, stopped = make("ranks", **common), make("stopped", **common)

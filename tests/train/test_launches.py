@@ -13,12 +13,7 @@ from narrowgauge.diagnose import gpu_idle
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import launches, loop, trainer
 from tests.test_cuda_graphs import Recorder
-from tests.train.tiny import events, losses, settings, write_text
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text")
+from tests.train.tiny import events, losses, settings
 
 
 @contextmanager
@@ -67,7 +62,9 @@ def test_a_fused_run_learns_what_another_does(text, tmp_path):
 
 
 @pytest.mark.parametrize(("tensor_every", "step"), [(0, 3), (3, 4)])  # step 3 is the one asked for
-def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch, capsys, tensor_every, step):
+def test_the_idle_time_of_a_step_is_logged_and_said(
+    text, tmp_path, monkeypatch, capsys, with_report, tensor_every, step
+):
     """With a made-up trace of one step, on a device that it is measured on."""
 
     @contextmanager

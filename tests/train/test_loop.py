@@ -18,9 +18,12 @@ from narrowgauge import recipes
 from narrowgauge.cli import main
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose import machine
+from narrowgauge.diagnose.lineage import compare
 from narrowgauge.errors import ConfigError, DataError, NumericsError, OutOfMemoryError, StorageError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import PRECISIONS
+from narrowgauge.report.groups import identity
+from narrowgauge.report.run_data import read_alone
 from narrowgauge.train import device, loop
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.checkpoint import store
@@ -36,7 +39,7 @@ def full(text, tmp_path_factory):
     """A run with everything switched on, and its reference."""
     output = tmp_path_factory.mktemp("full") / "run"
     config = tiny.settings(
-        text, output, recipe="fp8-delayed", compare="bf16", eval_every=2, tensor_every=3, sample_tokens=4,
+        text, output, recipe="fp8-delayed", compare="bf16", eval_every=2, eval_wide=True, tensor_every=3, sample_tokens=4,
         checkpoint_every=2, layers_recipe={"model.layers.0.mlp.down_proj": "mxfp8"},
     )  # fmt: skip
     assert loop.run(config) == 0
@@ -79,7 +82,7 @@ def test_metrics_follow_the_contract(full):
     assert all(
         set(event) == {"event", "step", "loss", "tokens", "wide", "elapsed_s"} for event in tiny.events(folder, "eval")
     )
-    assert all(event["tokens"] == 256 for event in tiny.events(folder, "eval"))
+    assert all(event["tokens"] == 128 for event in tiny.events(folder, "eval"))
     assert [event["path"] for event in tiny.events(folder, "checkpoint")] == [
         f"checkpoints/step-{step:08}" for step in (2, 4, 6)
     ]
@@ -110,13 +113,13 @@ def test_run_json_follows_the_contract(full):
     assert all(isinstance(value, str) for row in run["describe"] for value in row.values())
 
 
-def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch):
-    """The first run fills 256 MiB while it is built. A system that tells one peak of a process leaves the second out."""
-    fills = [2**26, 0, 2**26, 0]
+def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch, with_report):
+    """The first run fills 128 MiB while it is built. A system that tells one peak of a process leaves the second out."""
+    fills = [2**25, 0, 2**25, 0]
     installed(lambda model: torch.ones(fills.pop(0)).sum())
 
     def peaks(name):
-        config = make(name, compare="bf16", steps=2)
+        config = make(name, compare="bf16", steps=1, layers=1)
         assert loop.run(config) == 0
         folder = Path(config.output)
         run, reference = (tiny.events(each, "step")[-1]["peak_bytes"] for each in (folder, folder / "compare-bf16"))
@@ -124,7 +127,7 @@ def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch):
 
     if device.reset_peak(torch.device("cpu")):
         run, reference, page = peaks("reset")
-        assert reference < run - 2**27 and "was not measured" not in page
+        assert reference < run - 2**26 and "was not measured" not in page
     monkeypatch.setattr(device, "CLEAR_REFS", Path("/proc/there/is/none"))
     run, reference, page = peaks("whole")
     assert run and not reference and "largest of all steps; that of bf16 was not measured" in page
@@ -158,7 +161,7 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
     from narrowgauge.ops.quantize import quantize, tile_amax
     from narrowgauge.scaling import WHOLE
 
-    config = make(recipe=recipe, steps=1, tensor_every=1)
+    config = make(recipe=recipe, steps=1, tensor_every=1, layers=1)
     weights = {}
     before_step(1, lambda trainer: weights.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()}))
     assert loop.run(config) == 0
@@ -185,9 +188,11 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
 )
 def test_looking_changes_nothing(make, recipe, precision):
     """Evaluation, samples, statistics and checkpoints at every step, or none of them: the same run, bit for bit."""
-    common = {"recipe": recipe, "precision": precision, "micro_batches": 2, "steps": 4}
+    common = {"recipe": recipe, "precision": precision, "micro_batches": 2, "steps": 3, "layers": 1}
     quiet = make("quiet", **common)
-    watched = make("watched", eval_every=1, sample_tokens=3, tensor_every=1, checkpoint_every=1, **common)
+    watched = make(
+        "watched", eval_every=1, eval_wide=True, sample_tokens=2, tensor_every=1, checkpoint_every=1, **common
+    )
     assert loop.run(quiet) == loop.run(watched) == 0
     assert tiny.losses(Path(quiet.output)) == tiny.losses(Path(watched.output))
     assert tiny.digests(Path(quiet.output)) == tiny.digests(Path(watched.output))
@@ -201,13 +206,14 @@ def test_final_is_the_trained_model(make, monkeypatch, precision):
     models = []
     real = loop.export
     monkeypatch.setattr(loop, "export", lambda model, *rest: (models.append(model), real(model, *rest)))
-    config = make(recipe="fp8-delayed", precision=precision, steps=3)
+    config = make(recipe="fp8-delayed", precision=precision, steps=2, layers=1)
     assert loop.run(config) == 0
     [exported] = models
     final = Path(config.output, "final")
     saved = json.loads((final / "config.json").read_text("utf-8"))
     assert saved["use_cache"] is True and "narrowgauge" not in json.dumps(saved)
     assert sorted(path.name for path in final.parent.iterdir() if "final" in path.name) == ["final"]
+    assert len({path.stat().st_mode for path in final.iterdir()}) == 1, "who may read one file may read all"
     # Left to itself transformers rounds norms that were kept in float32 to the type of the others.
     model, info = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -230,11 +236,16 @@ def test_final_is_the_trained_model(make, monkeypatch, precision):
 
 def test_run_json_says_what_layers_do_at_the_end(make):
     """Which products sample their rows is decided on the way."""
-    config = make("sampled", recipe="int4-hq-lss", steps=3)
+    config = make("sampled", recipe="int4-hq-lss", steps=2, layers=1)
     assert loop.run(config) == 0
     run = json.loads(Path(config.output, "run.json").read_text("utf-8"))
     said = [row["note"] for row in run["describe"] if row["recipe"] == "int4-hq-lss"]
     assert said and all("relative variance" in each and "so far" not in each for each in said)
+    other = make("wide", recipe="bf16", steps=2, layers=1)  # learned steps do not make another model of it
+    assert loop.run(other) == 0
+    compare([other.output, config.output])
+    ours, theirs = (identity(read_alone(Path(each.output))) for each in (config, other))
+    assert ours == theirs
 
 
 def test_training_goes_on_from_final(full, make):
@@ -492,7 +503,7 @@ CASES = [
 
 @pytest.mark.parametrize(("where", "bad", "words"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:8]))
 @pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "mxfp8"]))
-def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, bad, words):
+def test_a_step_that_is_not_finite_ends_the_run(make, installed, reports, recipe, where, bad, words):
     config = make(recipe=recipe, checkpoint_every=1, micro_batches=1)
     models = []
     installed(lambda model: (models.append(model), where(model, Poison(bad))))
@@ -513,7 +524,7 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, 
     assert done == {"event": "done", "step": 2, "reason": "nonfinite", "exit_code": 5}
     last = tiny.events(folder, "step")[-1]
     assert last["step"] == 3 and not (math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"]))
-    assert (folder / "report.html").exists()
+    assert reports == [folder]
 
 
 def test_squares_of_gradients_beyond_float32_are_clipped_and_the_run_goes_on(make, installed):
@@ -569,7 +580,7 @@ def test_float16_does_not_skip_a_loss_that_is_not_finite(make, installed):
         loop.run(make(precision="amp-fp16"))
 
 
-def test_a_reference_that_fails_leaves_the_report_of_both(make, installed):
+def test_a_reference_that_fails_leaves_the_report_of_both(make, installed, with_report):
     config = make(recipe="mxfp8", compare="bf16", steps=3)
     models = []
     installed(lambda model: (models.append(1), in_forward(model, Poison(math.nan)) if len(models) == 2 else None))
@@ -595,10 +606,10 @@ def full_disk_in_rust(*arguments, **options):
 
 
 @pytest.mark.parametrize("refuse", [full_disk, full_disk_in_rust])
-def test_a_disk_that_is_full_at_the_export(make, monkeypatch, refuse):
+def test_a_disk_that_is_full_at_the_export(make, monkeypatch, reports, refuse):
     from transformers import PreTrainedModel
 
-    config = make(steps=2)
+    config = make(steps=2, layers=1)
     with monkeypatch.context() as broken:
         broken.setattr(PreTrainedModel, "save_pretrained", refuse)
         with pytest.raises(
@@ -610,13 +621,13 @@ def test_a_disk_that_is_full_at_the_export(make, monkeypatch, refuse):
     assert store.newest_valid(folder / "checkpoints")[0].step == 2
     assert not [path for path in folder.iterdir() if "final" in path.name]
     assert loop.run(replace(config, resume=True)) == 0
-    assert (folder / "final" / "model.safetensors").exists() and (folder / "report.html").exists()
+    assert (folder / "final" / "model.safetensors").exists() and reports == [folder]
 
 
 def test_an_export_that_fails_leaves_the_older_one(make, monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
-    config = make(steps=2)
+    config = make(steps=2, layers=1)
     loop.run(config)
     weights = Path(config.output, "final", "model.safetensors")
     before = weights.read_bytes()
@@ -627,8 +638,8 @@ def test_an_export_that_fails_leaves_the_older_one(make, monkeypatch):
     assert not [path.name for path in weights.parent.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
-    config = make(steps=2)
+def test_a_disk_that_is_full_at_the_report(make, monkeypatch, with_report):
+    config = make(steps=2, layers=1)
     monkeypatch.setattr(loop.page, "write", full_disk)
     with pytest.raises(StorageError, match=r"cannot write the report to .*No space left on device"):
         loop.run(config)
@@ -636,7 +647,7 @@ def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
     assert store.newest_valid(folder / "checkpoints")[0].step == 2 and (folder / "final").is_dir()
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, installed, monkeypatch):
+def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, installed, monkeypatch, with_report):
     installed(lambda model: in_forward(model, Poison(math.nan)))
     monkeypatch.setattr(loop.page, "write", full_disk)
     with pytest.raises(NumericsError, match="step 3") as caught:

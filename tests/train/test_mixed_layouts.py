@@ -15,7 +15,6 @@ import transformers
 from narrowgauge import recipes
 from narrowgauge.train import loop
 from narrowgauge.train.config.settings import replace
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.processes import PYTHON, run
 from tests.train import tiny
 from tests.train.test_torchrun import PROGRAM, same_run, trained
@@ -23,7 +22,7 @@ from tests.train.test_torchrun import PROGRAM, same_run, trained
 COMMON = {"micro_batches": 2, "steps": 3, "eval_every": 2, "sample_tokens": 4, "checkpoint_every": 2}
 
 
-def both(ranks, make, layout, **changes):  # noqa: F811
+def both(ranks, make, layout, **changes):
     """The folders of a run in two stages, and of one without stages."""
     changes = COMMON | changes
     staged, whole = make("staged", parallel=f"{layout},pp=2", **changes), make("whole", parallel=layout, **changes)
@@ -37,7 +36,7 @@ def both(ranks, make, layout, **changes):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_stages_of_shards_are_the_shards(ranks, make, recipe):  # noqa: F811
+def test_stages_of_shards_are_the_shards(ranks, make, recipe):
     ours, theirs = both(ranks, make, "fsdp=2", recipe=recipe)
     same_run(ours, theirs)
     samples = [[event["text"] for event in tiny.events(folder, "sample")] for folder in (ours, theirs)]
@@ -47,7 +46,7 @@ def test_stages_of_shards_are_the_shards(ranks, make, recipe):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
-def test_so_are_stages_of_copies_and_of_shared_products(ranks, make, recipe, layout):  # noqa: F811
+def test_so_are_stages_of_copies_and_of_shared_products(ranks, make, recipe, layout):
     ours, theirs = both(ranks, make, layout, recipe=recipe, hidden_size=64, intermediate_size=128)
     same_run(ours, theirs)
 
@@ -66,14 +65,14 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_so_with_other_settings(ranks, make, settings):  # noqa: F811
+def test_so_with_other_settings(ranks, make, settings):
     """Schedules that gather before the first forward pass, or split the backward pass, included."""
     ours, theirs = both(ranks, make, "fsdp=2", **settings)
     same_run(ours, theirs)
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_that_of_one_process(ranks, make):  # noqa: F811
+def test_the_first_loss_is_that_of_one_process(ranks, make):
     staged = make("staged", parallel="fsdp=2,pp=2", **COMMON)
     alone = make("alone", **COMMON | {"micro_batches": 4})
     assert ranks(4)(trained, staged) == [0] * 4 and loop.run(alone) == 0
@@ -83,7 +82,7 @@ def test_the_first_loss_is_that_of_one_process(ranks, make):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "dp=2"])
-def test_messages_between_stages_may_be_narrow(ranks, make, layout):  # noqa: F811
+def test_messages_between_stages_may_be_narrow(ranks, make, layout):
     changes = COMMON | {"hidden_size": 64, "sample_tokens": 0}
     wide, narrow = (make(form, parallel=f"{layout},pp=2", activations=form, **changes) for form in ("16bit", "fp8"))
     assert ranks(4)(trained, wide) == ranks(4)(trained, narrow) == [0] * 4
@@ -95,7 +94,7 @@ def test_messages_between_stages_may_be_narrow(ranks, make, layout):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_it_goes_on_in_one_process_and_in_stages_of_copies(ranks, make):  # noqa: F811
+def test_it_goes_on_in_one_process_and_in_stages_of_copies(ranks, make):
     """To the bit as the same chain without stages; final/ is one folder of Hugging Face."""
     common = {**COMMON, "recipe": "fp8-delayed", "steps": 6}
     folders = []
@@ -137,7 +136,7 @@ def test_under_torchrun(make, text):
         ("fsdp=2", "backward", "the gradient of the input"),
     ],
 )
-def test_what_is_not_finite_is_named_with_its_rank(ranks, make, layout, fault, words):  # noqa: F811
+def test_what_is_not_finite_is_named_with_its_rank(ranks, make, layout, fault, words):
     """Block 1 is on ranks 2 and 3."""
     said = sorted(ranks(4)(trained, make(parallel=f"{layout},pp=2", recipe="fp8-row", **COMMON), [(fault, 3, 2)]))
     assert [each.startswith("EndedElsewhere") for each in said] == [True] * 3 + [False]
@@ -145,7 +144,7 @@ def test_what_is_not_finite_is_named_with_its_rank(ranks, make, layout, fault, w
 
 
 @pytest.mark.slow
-def test_copies_of_a_stage_that_drift_apart_are_named(ranks, make):  # noqa: F811
+def test_copies_of_a_stage_that_drift_apart_are_named(ranks, make):
     config = make(parallel="dp=2,pp=2", digest_every=2, **COMMON)
     said = sorted(ranks(4)(trained, config, [("weight", 3, 2)]))
     assert said[0].startswith("DriftError")
@@ -153,6 +152,6 @@ def test_copies_of_a_stage_that_drift_apart_are_named(ranks, make):  # noqa: F81
 
 
 @pytest.mark.slow
-def test_too_few_micro_batches_of_a_rank_are_refused(ranks, make):  # noqa: F811
+def test_too_few_micro_batches_of_a_rank_are_refused(ranks, make):
     said = sorted(ranks(4)(trained, make(parallel="fsdp=2,pp=2", batch_size=4, micro_batches=1)))
     assert "micro_batches = 1: fewer than the 2 stages of the pipeline" in said[0]

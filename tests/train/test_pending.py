@@ -24,7 +24,7 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.planning.test_plan import source
 from tests.train.test_loop import NORM, Poison, in_forward, in_weight_gradient, installed  # noqa: F401
-from tests.train.test_torchrun import ranks, trained  # noqa: F401
+from tests.train.test_torchrun import trained
 
 HOPPER = Device("cuda", (9, 0), cuda=(12, 9))
 RUNS = [
@@ -157,7 +157,7 @@ def test_float16_gives_up_where_it_did(make, late, installed, monkeypatch):  # n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_that_are_read_late_are_the_run(ranks, make, parallel):  # noqa: F811
+def test_two_ranks_that_are_read_late_are_the_run(ranks, make, parallel):
     """Each rank's device decides by what all have; loss and norm of each step are those of ranks that read at once."""
     common = {
         "recipe": "fp8-delayed",

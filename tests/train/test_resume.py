@@ -349,7 +349,14 @@ def signal_after(process, folder, first, then, number):
 
 def test_killed_in_another_process_and_resumed_in_this_one(make, text):
     """Nothing but the folder passes between the two: stochastic rounding and narrow states go on with their own bits."""
-    common = {"recipe": "mxfp8", "precision": "bf16-o3", "states": "8bit", "steps": 40, "checkpoint_every": 4}
+    common = {
+        "recipe": "mxfp8",
+        "precision": "bf16-o3",
+        "states": "8bit",
+        "steps": 40,
+        "checkpoint_every": 4,
+        "layers": 1,
+    }
     reference, config = make("reference", **common), make("killed", **common)
     assert loop.run(reference) == 0
     folder = Path(config.output)

@@ -21,9 +21,9 @@ def evaluations(config):
 
 
 def test_a_run_is_scored_narrow_and_wide_and_is_not_disturbed(make, capsys) -> None:
-    both = evaluations(make("both", recipe="fp8-delayed", eval_every=3))
+    both = evaluations(make("both", recipe="fp8-delayed", eval_every=3, eval_wide=True))
     assert "in 16 bits)" in capsys.readouterr().err
-    alone = evaluations(make("alone", recipe="fp8-delayed", eval_every=3, eval_wide=False))
+    alone = evaluations(make("alone", recipe="fp8-delayed", eval_every=3))
     assert [event["step"] for event in both] == [3, 6]
     for ours, theirs in zip(both, alone, strict=True):
         assert "wide" not in theirs and ours["loss"] == theirs["loss"]
@@ -34,8 +34,10 @@ def test_a_run_is_scored_narrow_and_wide_and_is_not_disturbed(make, capsys) -> N
 
 def test_the_wide_score_is_that_of_a_run_in_16_bits(make) -> None:
     """At the first step, before anything was learnt, both runs have the same weights."""
-    [narrow] = evaluations(make("narrow", recipe="fp8-current", steps=1, learning_rate=1e-30, weight_decay=0.0))
-    [wide] = evaluations(make("wide", recipe="none", steps=1, learning_rate=1e-30, weight_decay=0.0))
+    [narrow] = evaluations(
+        make("narrow", recipe="fp8-current", eval_wide=True, steps=1, learning_rate=1e-30, weight_decay=0.0)
+    )
+    [wide] = evaluations(make("wide", recipe="none", eval_wide=True, steps=1, learning_rate=1e-30, weight_decay=0.0))
     assert "wide" not in wide
     assert narrow["wide"]["loss"] == pytest.approx(wide["loss"], abs=2e-5)
     assert abs(narrow["loss"] - wide["loss"]) > 2e-5

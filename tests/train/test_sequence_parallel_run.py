@@ -17,7 +17,6 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
 from narrowgauge.train.config.settings import replace, resolved
 from narrowgauge.train.trainer import Trainer
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.train import tiny
 from tests.train.test_tensor_parallel_run import WIDE, assert_as_one_process, assert_near, perturbed  # noqa: F401
 from tests.train.test_torchrun import trained
@@ -45,7 +44,7 @@ OPTIONS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", OPTIONS, ids=str)
-def test_settings_that_work_on_one_process_work(ranks, make, settings):  # noqa: F811
+def test_settings_that_work_on_one_process_work(ranks, make, settings):
     """Widths that the ranks do not divide, as of samples, included."""
     reference, config = assert_as_one_process(ranks, make, "tp=2,sp", settings)
     texts = [[event["text"] for event in tiny.events(Path(each.output), "sample")] for each in (config, reference)]
@@ -76,7 +75,7 @@ def _counted(config):
 
 
 @pytest.mark.slow
-def test_messages_take_a_byte_per_number_and_norms_read_a_part(ranks, make):  # noqa: F811
+def test_messages_take_a_byte_per_number_and_norms_read_a_part(ranks, make):
     """Of two blocks: x of attention and MLP and the gradients of their outputs are gathered; the outputs and gradients of x are sums."""
     common = {"hidden_size": 128, "intermediate_size": 128, "steps": 2, "recipe": "fp8-current", "parallel": "tp=2,sp"}
     narrow, wide = make("narrow", activations="fp8", **common), make("wide", **common)
@@ -88,7 +87,7 @@ def test_messages_take_a_byte_per_number_and_norms_read_a_part(ranks, make):  # 
 
 
 @pytest.mark.slow
-def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):  # noqa: F811
+def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):
     common = {"recipe": "fp8-delayed", "steps": 4, "batch_size": 2, "parallel": "tp=2,sp", "activations": "fp8"}
     whole, config = make("whole", **common), make("stopped", **common)
     assert ranks(2)(trained, whole) == [0, 0]
@@ -113,7 +112,7 @@ def each(configs):
 
 
 @pytest.mark.slow
-def test_what_does_not_go_together_is_refused_by_all(ranks, make):  # noqa: F811
+def test_what_does_not_go_together_is_refused_by_all(ranks, make):
     configs = [make(f"run-{place}", **changes) for place, (changes, _) in enumerate(REFUSED[:2])]
     for (_, words), told in zip(REFUSED, zip(*ranks(2)(each, configs), strict=True), strict=False):
         assert words in "".join(told) and sorted(told)[1].startswith("EndedElsewhere")

@@ -20,7 +20,6 @@ from narrowgauge.train.config.settings import TrainConfig, replace
 from narrowgauge.train.parallel.pipeline import SCHEDULES
 from narrowgauge.train.parallel.stages import Absent, Cut, remove, view
 from narrowgauge.train.trainer import Trainer
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.selection import quick
 from tests.train import faulty_run, tiny
 from tests.train.test_torchrun import same_run, trained
@@ -101,7 +100,7 @@ def test_fewer_blocks_than_stages():
 COMMON = {"micro_batches": 2, "steps": 3, "eval_every": 2, "sample_tokens": 4, "checkpoint_every": 2}
 
 
-def both(ranks, make, world=2, **changes):  # noqa: F811
+def both(ranks, make, world=2, **changes):
     """The folders of a run on ranks, and of one process."""
     changes = {**COMMON, **changes}
     reference = make(
@@ -119,7 +118,7 @@ def known(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_two_stages_are_one_process(ranks, make, recipe):  # noqa: F811
+def test_two_stages_are_one_process(ranks, make, recipe):
     ours, theirs = both(ranks, make, recipe=recipe, tensor_every=2)
     same_run(ours, theirs)
     for key in ("parameters", "auto", "loss", "describe", "model"):
@@ -148,7 +147,7 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_so_are_other_settings(ranks, make, settings):  # noqa: F811
+def test_so_are_other_settings(ranks, make, settings):
     ours, theirs = both(ranks, make, **settings)
     same_run(ours, theirs)
 
@@ -157,18 +156,18 @@ def test_so_are_other_settings(ranks, make, settings):  # noqa: F811
 @pytest.mark.parametrize(
     "schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
-def test_so_are_other_schedules(ranks, make, schedule):  # noqa: F811
+def test_so_are_other_schedules(ranks, make, schedule):
     ours, theirs = both(ranks, make, schedule=schedule, layers=4, micro_batches=4, recipe="fp8-delayed")
     same_run(ours, theirs)
 
 
 @pytest.mark.slow
-def test_so_are_four_stages(ranks, make):  # noqa: F811
+def test_so_are_four_stages(ranks, make):
     ours, theirs = both(ranks, make, world=4, layers=5, micro_batches=4, recipe="fp8-delayed")
     same_run(ours, theirs)
 
 
-def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ranks, make, before_step):  # noqa: F811
+def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ranks, make, before_step):
     """Ctrl-C reaches the last stage alone. All have the log of one process, and one checkpoint that any number of ranks reads."""
     common = {"recipe": "fp8-delayed", "steps": 4, "micro_batches": 2}
     reference = make("reference", **common)
@@ -215,7 +214,7 @@ def observed(config):
 
 
 @pytest.mark.slow
-def test_messages_of_8_bits_are_a_setting_and_a_rank_holds_its_stages_alone(ranks, make):  # noqa: F811
+def test_messages_of_8_bits_are_a_setting_and_a_rank_holds_its_stages_alone(ranks, make):
     changes = {**COMMON, "eval_every": 0, "sample_tokens": 0, "hidden_size": 64}
     whole = make("whole", parallel="pp=2", **changes)
     narrow = make("narrow", parallel="pp=2", activations="fp8", **changes)
@@ -251,7 +250,7 @@ def each(configs):
 
 
 @pytest.mark.slow
-def test_bad_settings_are_refused_on_all_ranks(ranks, make):  # noqa: F811
+def test_bad_settings_are_refused_on_all_ranks(ranks, make):
     configs = [
         make(f"run-{place}", **{"parallel": "pp=2", **COMMON, **changes}) for place, (changes, _) in enumerate(WRONG)
     ]
@@ -265,7 +264,7 @@ def test_bad_settings_are_refused_on_all_ranks(ranks, make):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
-def test_a_weight_that_is_nan_ends_all_with_its_name(ranks, make, schedule, layers):  # noqa: F811
+def test_a_weight_that_is_nan_ends_all_with_its_name(ranks, make, schedule, layers):
     """Block 1 is on rank 1 in both."""
     config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
     said = sorted(ranks(2)(trained, config, [("nan", 1, 2)]))
@@ -276,7 +275,7 @@ def test_a_weight_that_is_nan_ends_all_with_its_name(ranks, make, schedule, laye
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
 @pytest.mark.parametrize(("place", "words"), [("forward", "the output"), ("backward", "the gradient of the input")])
-def test_what_overflows_is_named_by_the_stage_where_it_began(ranks, make, place, words, schedule, layers):  # noqa: F811
+def test_what_overflows_is_named_by_the_stage_where_it_began(ranks, make, place, words, schedule, layers):
     config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
     said = sorted(ranks(2)(trained, config, [(place, 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: step 2" in said[1]

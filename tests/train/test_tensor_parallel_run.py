@@ -26,7 +26,6 @@ from narrowgauge.train.config.settings import replace
 from narrowgauge.train.parallel import digest
 from narrowgauge.train.trainer import Trainer
 from tests.compare import assert_same
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.selection import quick
 from tests.train import tiny
 from tests.train.test_torchrun import trained
@@ -68,7 +67,7 @@ def _apart(config, reference):
     return squares**0.5, sum((losses[step] - other[step]) ** 2 for step in losses) ** 0.5
 
 
-def assert_near(ranks, make, perturbed, recipe, layout, world, pieces, **changes):  # noqa: F811
+def assert_near(ranks, make, perturbed, recipe, layout, world, pieces, **changes):
     common = {**DEEP, "recipe": recipe, "micro_batches": pieces}
     reference = make("reference", **common)
     assert loop.run(reference) == 0
@@ -85,14 +84,14 @@ def assert_near(ranks, make, perturbed, recipe, layout, world, pieces, **changes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-row", "int8", "int4-hq-bs", "int4-hq-lss"])
-def test_two_ranks_learn_as_one_process_does(ranks, make, perturbed, recipe):  # noqa: F811
+def test_two_ranks_learn_as_one_process_does(ranks, make, perturbed, recipe):
     assert_near(ranks, make, perturbed, recipe, "tp=2", 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-bs"])
 @pytest.mark.parametrize("layout", ["fsdp=2,tp=2", "dp=2,tp=2"])
-def test_so_do_two_groups_of_them_with_two_micro_batches(ranks, make, perturbed, recipe, layout):  # noqa: F811
+def test_so_do_two_groups_of_them_with_two_micro_batches(ranks, make, perturbed, recipe, layout):
     assert_near(ranks, make, perturbed, recipe, layout, 4, 2)
 
 
@@ -106,7 +105,7 @@ OPTIONS = [
 ]
 
 
-def assert_as_one_process(ranks, make, parallel, settings):  # noqa: F811
+def assert_as_one_process(ranks, make, parallel, settings):
     """Losses of two ranks and of one process; returns both configurations."""
     reference, config = make("reference", **WIDE, **settings), make("ranks", parallel=parallel, **WIDE, **settings)
     assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
@@ -117,14 +116,14 @@ def assert_as_one_process(ranks, make, parallel, settings):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", OPTIONS, ids=str)
-def test_settings_that_work_on_one_process_work(ranks, make, settings):  # noqa: F811
+def test_settings_that_work_on_one_process_work(ranks, make, settings):
     """Each of these changes what is kept or stored, and hardly what is computed."""
     assert_as_one_process(ranks, make, "tp=2", settings)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("messages", [{"gradients": "fp8"}, {"weights": "codes"}], ids=str)
-def test_messages_between_groups_may_be_narrow(ranks, make, messages):  # noqa: F811
+def test_messages_between_groups_may_be_narrow(ranks, make, messages):
     common = {**WIDE, "recipe": "fp8-current"}
     reference, config = (
         make("reference", micro_batches=2, **common),
@@ -143,7 +142,7 @@ def _weights(config):
 
 
 @pytest.mark.slow
-def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):  # noqa: F811
+def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):
     """Ctrl-C reaches rank 1 alone. The checkpoint and final/ are of whole tensors, with the names and shapes of one process."""
     common = {"recipe": "fp8-delayed", "steps": 4, "batch_size": 2}
     whole, config = make("whole", parallel="tp=2", **common), make("stopped", parallel="tp=2", **common)
@@ -164,7 +163,7 @@ def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):  # noqa:
 
 
 @pytest.mark.slow
-def test_from_one_process_to_four_ranks(ranks, make):  # noqa: F811
+def test_from_one_process_to_four_ranks(ranks, make):
     config = make("run", recipe="fp8-delayed", steps=4, micro_batches=2, checkpoint_every=2)
     assert loop.run(replace(config, steps=2)) == 0
     four = replace(config, resume=True, parallel="fsdp=2,tp=2", micro_batches=1)
@@ -177,7 +176,7 @@ def test_from_one_process_to_four_ranks(ranks, make):  # noqa: F811
 # --- what must be equal
 
 
-def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):  # noqa: F811
+def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):
     """That step's losses show it, or the digests after it."""
     said = sorted(ranks(2)(trained, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2), [("norm", 1, 2)]))
     assert re.search("^DriftError: (rank 1: )?step 2: ", said[0]) and re.search("rank 0 and .*rank 1", said[0])
@@ -204,7 +203,7 @@ def _other_model(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", "fsdp=2"])
-def test_a_model_that_is_another_on_one_rank_is_refused_before_it_is_cut(ranks, make, layout):  # noqa: F811
+def test_a_model_that_is_another_on_one_rank_is_refused_before_it_is_cut(ranks, make, layout):
     said = sorted(ranks(2)(_other_model, make(parallel=layout)))
     assert "model.layers.0.mlp.up_proj.weight differs between rank 0 and rank 1" in said[0]
 
@@ -224,20 +223,20 @@ def _drift():
     return str(raised.value)
 
 
-def test_digests_compare_what_only_some_axes_cut(ranks):  # noqa: F811
+def test_digests_compare_what_only_some_axes_cut(ranks):
     for said in ranks(2)(_drift):
         assert "step 1: norm differs between rank 0 and rank 1" in said and "so do 1 tensors after it" in said
 
 
 @pytest.mark.slow
-def test_a_nan_in_one_ranks_part_of_a_weight_is_named(ranks, make):  # noqa: F811
+def test_a_nan_in_one_ranks_part_of_a_weight_is_named(ranks, make):
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel="tp=2"), [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
     assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
 
 
 @pytest.mark.slow
-def test_an_overflow_in_one_ranks_features_is_named_by_its_layer(ranks, make):  # noqa: F811
+def test_an_overflow_in_one_ranks_features_is_named_by_its_layer(ranks, make):
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel="tp=2"), [("features", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
     assert "'model.layers.1.mlp.up_proj'" in said[1] and "on rank 1" in said[1]
@@ -257,6 +256,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", quick(["num_key_value_heads = 1"], REFUSED))
-def test_what_ranks_cannot_share_is_refused_by_all(ranks, make, words):  # noqa: F811
+def test_what_ranks_cannot_share_is_refused_by_all(ranks, make, words):
     said = sorted(ranks(2)(trained, make(**({"parallel": "tp=2"} | REFUSED[words]))))
     assert said[0].startswith("ConfigError") and words in said[0] and said[1].startswith("EndedElsewhere")

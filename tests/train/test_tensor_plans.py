@@ -13,7 +13,6 @@ from narrowgauge import convert, distribute
 from narrowgauge.distributed import agreement_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.parallel import tensor, tensor_plans
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.selection import quick
 
 NEAR = 1e-5  # of a gradient's size: float32, sums over two ranks
@@ -114,7 +113,7 @@ def _furthest(kind, cuts_tokens=False, tokens=12):
 
 
 @pytest.mark.parametrize("kind", quick(["Llama", "T5"], MODELS))
-def test_the_gradients_of_a_cut_model_are_those_of_one_process(ranks, kind):  # noqa: F811
+def test_the_gradients_of_a_cut_model_are_those_of_one_process(ranks, kind):
     for apart, layers, are_equal in ranks(2)(_furthest, kind):
         assert apart < NEAR and layers >= 8 and are_equal
 
@@ -122,7 +121,7 @@ def test_the_gradients_of_a_cut_model_are_those_of_one_process(ranks, kind):  # 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [12, 7, 2])
 @pytest.mark.parametrize("kind", MODELS)
-def test_so_they_are_with_other_tokens_on_each_rank(ranks, kind, tokens):  # noqa: F811
+def test_so_they_are_with_other_tokens_on_each_rank(ranks, kind, tokens):
     """Of 7 tokens the ranks have 4 and 3."""
     for apart, layers, are_equal in ranks(2)(_furthest, kind, True, tokens):
         assert apart < NEAR and layers >= 8 and are_equal
@@ -137,7 +136,7 @@ def _said(kind):
 
 
 @pytest.mark.parametrize("kind", quick(["GPT2", "Llama"], REFUSED))
-def test_what_cannot_be_cut_is_refused_on_all_ranks_alike(ranks, kind):  # noqa: F811
+def test_what_cannot_be_cut_is_refused_on_all_ranks_alike(ranks, kind):
     said = ranks(2)(_said, kind)
     assert said[0] == said[1] and REFUSED[kind][1] in said[0] and "fsdp" in said[0]
 
@@ -150,7 +149,7 @@ def _cut_tiles():
     return str(raised.value)
 
 
-def test_a_cut_through_a_recipes_tiles_is_refused(ranks):  # noqa: F811
+def test_a_cut_through_a_recipes_tiles_is_refused(ranks):
     for said in ranks(2)(_cut_tiles):
         assert (
             "'model.layers.0.self_attn.q_proj' [32, 32] follows mxfp8" in said
@@ -177,7 +176,7 @@ def _wrong_plan(kind):
         [("OPT", "computes other logits"), ("Llama", "does not compute with a part")],
     ),
 )
-def test_a_plan_that_makes_another_model_is_refused(ranks, kind, said):  # noqa: F811
+def test_a_plan_that_makes_another_model_is_refused(ranks, kind, said):
     assert all(said in each for each in ranks(2)(_wrong_plan, kind))
 
 
@@ -210,7 +209,7 @@ def _dropped(checkpoints):
     return seeds, float(loss), norms
 
 
-def test_each_rank_drops_its_own_heads_and_all_the_same_of_what_they_share(ranks):  # noqa: F811
+def test_each_rank_drops_its_own_heads_and_all_the_same_of_what_they_share(ranks):
     (own, loss, norms), (other, *rest) = ranks(2)(_dropped, False)
     assert [loss, norms] == rest
     assert own[0] != other[0] and own[1] == other[1] != own[0]

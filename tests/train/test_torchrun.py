@@ -28,7 +28,6 @@ from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.trainer import Trainer
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.processes import PYTHON, ROOT, run
 from tests.selection import quick
 from tests.train import faulty_run, tiny
@@ -75,7 +74,7 @@ NEEDY = ["fp8-delayed", "int4-hq-lss", "int4-hq-bs"]  # recipes with memory and 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 @pytest.mark.parametrize("recipe", quick(NEEDY[:1], recipes.names()))
-def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, layout):  # noqa: F811
+def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, layout):
     common = {"recipe": recipe, "steps": 3, "eval_every": 2}
     reference = make("reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
@@ -87,7 +86,7 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, l
 @pytest.mark.parametrize(
     ("recipe", "layout"), quick([("none", "dp")], [("none", "dp"), ("none", "fsdp"), ("fp8-delayed", "dp")])
 )
-def test_dropout_leaves_out_what_one_process_does(ranks, tmp_path, recipe, layout):  # noqa: F811
+def test_dropout_leaves_out_what_one_process_does(ranks, tmp_path, recipe, layout):
     """Not the same elements on all ranks; and a run that one process resumes goes on with those that would have come."""
     common = {
         "task": "classification",
@@ -108,7 +107,7 @@ def test_dropout_leaves_out_what_one_process_does(ranks, tmp_path, recipe, layou
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_shards_compile(ranks, make):  # noqa: F811
+def test_shards_compile(ranks, make):
     """Bounded: Inductor fuses what is around the products and keeps it in float32 where eager mode rounds to bfloat16."""
     common = {"recipe": "fp8-current", "parallel": "fsdp", "steps": 3, "eval_every": 2}
     reference, config = make("reference", **common), make("compiled", compile=True, **common)
@@ -127,7 +126,7 @@ OPTIMIZERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "fsdp"])
 @pytest.mark.parametrize("settings", quick(OPTIMIZERS[1:2], OPTIMIZERS), ids=str)
-def test_so_are_the_states_of_every_optimizer(ranks, make, settings, layout):  # noqa: F811
+def test_so_are_the_states_of_every_optimizer(ranks, make, settings, layout):
     common = {"hidden_size": 64, "intermediate_size": 96, "steps": 3, **settings}
     reference = make("reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
@@ -138,7 +137,7 @@ def test_so_are_the_states_of_every_optimizer(ranks, make, settings, layout):  #
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "dp=2,fsdp=2"])
-def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before_step, layout):  # noqa: F811
+def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before_step, layout):
     """All leave that step out and lower the scale. Four ranks add up in another order, so of them the scale and the steps are compared."""
     common = {"recipe": "fp8-delayed", "precision": "amp-fp16", "steps": 4, "batch_size": 4}
     several = 4 if "dp" in layout else 2
@@ -157,7 +156,7 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
-def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, make, before_step, layout):  # noqa: F811
+def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, make, before_step, layout):
     """Ctrl-C reaches rank 1 alone: both finish the step, and save one checkpoint."""
     common = {"recipe": "fp8-delayed", "steps": 6, "batch_size": 4}
     reference = make("reference", micro_batches=2, **common)
@@ -173,7 +172,7 @@ def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, 
 
 
 @pytest.mark.slow
-def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):  # noqa: F811
+def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):
     """Sums of four terms are in another order; the first loss is computed before any."""
     common = {"recipe": "fp8-row", "steps": 2}
     reference = make("reference", micro_batches=4, **common)
@@ -195,7 +194,7 @@ def counted(config):
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
-def test_ranks_share_the_validation_data(ranks, make, layout):  # noqa: F811
+def test_ranks_share_the_validation_data(ranks, make, layout):
     """Five batches, of which each rank computes three: the sixth is one of them once more, and counts once."""
     common = {"steps": 1, "eval_tokens": 5 * 64 - 7, "eval_wide": False}
     reference = make("reference", micro_batches=2, **common)
@@ -209,7 +208,7 @@ def test_ranks_share_the_validation_data(ranks, make, layout):  # noqa: F811
 # --- differences between ranks
 
 
-def test_a_weight_that_differs_is_named_within_the_interval(ranks, make):  # noqa: F811
+def test_a_weight_that_differs_is_named_within_the_interval(ranks, make):
     config = make(recipe="fp8-delayed", digest_every=2, steps=6)
     for said in ranks(2)(trained, config, [("weight", 1, 3)]):
         assert said.startswith("DriftError: ") or said.startswith("EndedElsewhere")
@@ -225,14 +224,14 @@ def other_settings(config):
 
 
 @pytest.mark.slow
-def test_other_settings_on_a_rank_are_named(ranks, make):  # noqa: F811
+def test_other_settings_on_a_rank_are_named(ranks, make):
     said = sorted(ranks(2)(other_settings, make()))
     assert "settings: learning_rate is '0.001' on rank 0 and '0.5' on rank 1" in said[0]
     assert said[1].startswith("EndedElsewhere")
 
 
 @pytest.mark.parametrize("layout", ["dp", "fsdp"])
-def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):  # noqa: F811
+def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel=layout), [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
     assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
@@ -285,7 +284,7 @@ def test_one_process_refuses_two(make):
         loop.run(make(parallel="fsdp=2"))
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):  # noqa: F811
+def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):
     said = sorted(ranks(2)(trained, make(batch_size=3)))
     assert "batch_size = 3: must be a multiple of 2, the micro-batches of 2 ranks" in "".join(said)
 

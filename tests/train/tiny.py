@@ -15,7 +15,7 @@ from tests.compare import bits
 WORDS = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 48, "sequence_length": 16, "vocab_size": 300,
-    "batch_size": 4, "steps": 6, "warmup_steps": 2, "eval_every": 0, "eval_tokens": 256, "checkpoint_every": 0,
+    "batch_size": 4, "steps": 6, "warmup_steps": 2, "eval_every": 0, "eval_tokens": 128, "eval_wide": False, "checkpoint_every": 0,
     "tensor_every": 0, "sample_tokens": 0, "log_every": 10, "threads": 1, "device": "cpu",
 }  # fmt: skip
 

@@ -145,7 +145,8 @@ class Finding:
                 "the kernel, not the format"
             )
         worse = self.worse
-        words = f"{worse.role} as {worse.format} is {worse.error:.2g} off, {worse.times:.1f} times the {worse.expected:.2g} of its kind"
+        usual = f", {worse.times:.1f} times the {worse.expected:.2g} of its kind" if worse.expected else ""
+        words = f"{worse.role} as {worse.format} is {worse.error:.2g} off{usual}"
         for share, what in ((worse.saturated, "saturates"), (worse.underflown, "becomes zero")):
             words += f"; {share:.0%} of it {what}" if share >= SHARE else ""
         if worse.lag is not None and not 0.5 <= worse.lag <= 2:

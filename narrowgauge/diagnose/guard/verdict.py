@@ -67,7 +67,7 @@ class Verdict:
             same = "" if self.same_mean is None else f", {signed(self.same_mean)} on the same weights"
             wide = f", {self.margin / abs(self.loss):.0%} of the loss" if self.margin > WIDE * abs(self.loss) else ""
             return (
-                f"From the same state BF16 is no more than {margin}{wide} away: {mean}{same}, E = {self.e_within:.3g}. "
+                f"From the same state BF16 is no more than {margin}{wide} away: {mean}{same}, E = {self.e_within:,.0f}. "
                 "What was lost before the checks is not seen."
             )
         more = (
@@ -87,7 +87,7 @@ class Verdict:
         mean = f"{signed(self.same_mean if is_same else self.mean)} nats {self._over()}"
         lower = " A lower loss is a departure too: values that saturate lower it at first, and weights may have grown used to a fault."
         hint = lower if self.direction == "lower" else ""
-        return f"{begin} is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:.3g}.{hint}"
+        return f"{begin} is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:,.0f}.{hint}"
 
     def _of_gradients(self) -> str:
         named = ", ".join(self.sick[:NAMED])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import cached
 from narrowgauge.formats import Format
+from narrowgauge.ops.pieces import cuts
 
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -56,13 +57,34 @@ def fixed_signs(block: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
-    """See `ops.hadamard`."""
-    full = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[1] % block))
+    """See `ops.hadamard`. On a GPU piece by piece in the memory of the result, with the same bits."""
+    slices, filled = cuts(x), -x.shape[1] % block
+    if len(slices) == 1:
+        return _rotated(x, block, signs, filled)
+    out = x.new_empty(x.shape[0], x.shape[1] + filled, dtype=torch.float32)
+    for each in slices:
+        out[each] = _rotated(x[each], block, signs, filled)
+    return out
+
+
+def _rotated(x: Tensor, block: int, signs: Tensor | None, filled: int) -> Tensor:
+    """See `rotate`. filled: columns of zeros that make the blocks whole."""
+    full = torch.nn.functional.pad(x.to(torch.float32), (0, filled))
     return _times_hadamard(full if signs is None else full * signs, block)
 
 
 def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
-    """See `ops.hadamard`."""
+    """See `ops.hadamard`. On a GPU piece by piece, with the same bits."""
+    slices = cuts(y)
+    if len(slices) == 1:
+        return _unrotated(y, block, inner, signs, bits)
+    out = y.new_empty(y.shape[0], inner, dtype=torch.float32)
+    for each in slices:
+        out[each] = _unrotated(y[each], block, inner, signs, None if bits is None else bits[each])
+    return out
+
+
+def _unrotated(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
     full = y.to(torch.float32)
     full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
     full = full if block == 1 else _times_hadamard(full, block)
@@ -80,6 +102,13 @@ def _times_hadamard(x: Tensor, block: int) -> Tensor:
 
 def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
     """The parts of `Codes`."""
+    parts = [_encoded(y[each], scale, format, packed, bits) for each in cuts(y)]
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(None if some[0] is None else torch.cat(some) for some in zip(*parts, strict=True))
+
+
+def _encoded(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
     ratio = y.to(torch.float32) * (1 / scale)
     codes = format.encode(ratio)
     inside = pack_bits(ratio.abs() <= format.max) if bits else None

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 
-from narrowgauge.addresses import dry_run_on, tell_launch
+from narrowgauge.addresses import dry_run_on, tell_launch, type_of
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
+from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import to_exponents
 
@@ -60,7 +61,7 @@ NO_SWIZZLE, SWIZZLE_32_4_4 = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_3
 
 def _on_cuda(lhs: QTensor, rhs: QTensor) -> bool:
     """Whether a bias goes into the GEMM: torch's CPU versions round before they add it."""
-    return lhs.device.type == "cuda"
+    return type_of(lhs.device) == "cuda"
 
 
 def _scaled(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
@@ -131,12 +132,22 @@ def _in_blocks(operand: QTensor) -> Scaled:
 
 def _mx(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """MXFP4 leaves its kernel rounded to bfloat16, the others as they are wanted, but in float32 with headroom."""
-    kind = mx_kind(lhs.cast)
+    kind, wanted = mx_kind(lhs.cast), dtype
     headroom = _headroom(lhs, rhs)
     if headroom or kind == "mxfp4":
         dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
     out = scaled_mm(mx_operand(lhs), mx_operand(rhs), bias, dtype)
-    for factor in headroom:
+    slices = cuts(out) if headroom else []
+    if len(slices) > 1 and out.dtype == wanted:
+        for each in slices:
+            out[each] = _times(out[each], headroom)
+        return out
+    return _times(out, headroom)
+
+
+def _times(out: Tensor, factors: list[Tensor]) -> Tensor:
+    """In float32, if there are any."""
+    for factor in factors:
         out = out.to(torch.float32) * factor
     return out
 

@@ -40,6 +40,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import type_of
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
@@ -75,18 +76,16 @@ def run(
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
     if left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None:
-        if left.device.type == "cuda" and left_scale is right_scale is None:
+        if type_of(left.device) == "cuda" and left_scale is right_scale is None:
             return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
         if _takes_onednn(left) and _loses_nothing(lhs, left_scale) and _loses_nothing(rhs, right_scale):
             return _rounded_once(left, right, left_scale, right_scale)
     integers = [x.cast.format for x in (lhs, rhs) if isinstance(x, QTensor) and isinstance(x.cast.format, IntFormat)]
     exact = len(integers) == 2 and left_scale is not None and right_scale is not None
     longest = int((2**24 - 1) // (integers[0].max * integers[1].max)) if exact else None
-    out = times_scales(_summed(left, right, longest), left_scale, right_scale)
-    if bias is not None:
-        # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    out = times_scales(_summed(left, right, longest), left_scale, right_scale, in_place=True)
+    # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
+    return out.to(out_dtype) if bias is None else _biased(out, bias.to(torch.float32), out_dtype)
 
 
 def framed(
@@ -160,7 +159,7 @@ def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     """float32 result of a GEMM in the wider of the operands' types, which only CUDA offers for 16 bits; elsewhere in float32."""
     dtype = torch.promote_types(lhs.dtype, rhs.dtype)
-    if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
+    if dtype in (torch.bfloat16, torch.float16) and type_of(lhs.device) == "cuda":
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
     (m, k), n = lhs.shape, rhs.shape[0]
@@ -199,13 +198,14 @@ def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale:
     )
 
 
-def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
+def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None, *, in_place: bool = False) -> Tensor:
     """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
+    times = torch.Tensor.mul_ if in_place else torch.mul
     if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
-        return out * (lhs * rhs)
+        return times(out, lhs * rhs)
     if lhs is not None:
-        out = out * lhs
-    return out if rhs is None else out * rhs.T
+        out = times(out, lhs)
+    return out if rhs is None else times(out, rhs.T)
 
 
 def _row_scale(operand: QTensor) -> Tensor:

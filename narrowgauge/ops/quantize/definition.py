@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import holds_numbers
+from narrowgauge.addresses import PIECE, holds_numbers
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
@@ -128,26 +128,53 @@ def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None)
 def quantize(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
 ) -> QTensor:
-    """See `ops.quantize`; arguments are checked there."""
-    tile, format, shape = cast.tile, cast.format, (x.shape[0], x.shape[1])
+    """See `ops.quantize`; arguments are checked there. On a GPU piece by piece, with the same bits."""
+    shape = (x.shape[0], x.shape[1])
+    given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
+    if x.numel() > PIECE:
+        from narrowgauge.ops.quantize.in_pieces import slices_of, work
+
+        if len(slices := slices_of(x, cast)) > 1:
+            return work((calibrated_amax, _filled, _amax, scales, _encoded), slices, x, cast, given, noise, expand)
+    full = _filled(x, cast.tile)
+    scale, global_scale = scales(_amax(full, shape, cast) if given is None else given, cast)
+    data = _encoded(full, shape, scale, global_scale, cast, noise, expand)
+    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
+
+
+def _is_tiled(tile: tuple[int, int]) -> bool:
+    return tile[1] != WHOLE or tile[0] not in (1, WHOLE)
+
+
+def _filled(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """In float32, in whole tiles.
+
+    Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
+    the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
+    """
+    return (filled_up(x, tile) if _is_tiled(tile) else x).to(torch.float32)
+
+
+def _amax(full: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
+    """Of what `_filled` made of a tensor of that shape."""
+    return calibrated_amax(full, cast, shape if _is_tiled(cast.tile) else None)
+
+
+def _encoded(
+    full: Tensor, shape: tuple[int, ...], scale: Tensor, global_scale: Tensor | None, cast: Cast,
+    noise: Tensor | Key | None, expand: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """The data of a QTensor, of what `_filled` made of a tensor of that shape."""
+    tile, format, tiled = cast.tile, cast.format, _is_tiled(cast.tile)
     if noise is not None and not isinstance(noise, Tensor):
         noise = noise.uniform(shape)
-    # Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
-    # the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
-    tiled = tile[1] != WHOLE or tile[0] not in (1, WHOLE)
-    x = (filled_up(x, tile) if tiled else x).to(torch.float32)
-    given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
-    amax = calibrated_amax(x, cast, shape if tiled else None) if given is None else given
-    scale, global_scale = scales(amax, cast)
-    y = _times_reciprocal(as_tiles(x, tile) if tiled else x, scale, global_scale, cast)
+    y = _times_reciprocal(as_tiles(full, tile) if tiled else full, scale, global_scale, cast)
     if tiled and noise is not None:
         noise = filled_up(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
     if tiled:
-        data = of_tiles(data, x, *shape)
-    if expand is None and format.codes_per_byte > 1:
-        data = format.pack(data)
-    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
+        data = of_tiles(data, full, *shape)
+    return format.pack(data) if expand is None and format.codes_per_byte > 1 else data
 
 
 def dequantize(q: QTensor) -> Tensor:

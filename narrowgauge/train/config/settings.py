@@ -180,7 +180,10 @@ def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
     for key, because in _without_effect(config):
         value, reason = shown(getattr(config, key)), shown(getattr(config, because))
         name = key_of(config.__dataclass_fields__[because])
-        yield ((key,), f"{key} = {value}: has no effect with {name} = {reason}. Remove one of them.")
+        yield (
+            (key,),
+            f"{key} = {value}: has no effect with {name} = {reason}. Remove one of them, or give the one that a file sets its default.",
+        )
     for broken, keys, message in (*task_checks(config), *_training_checks(config)):
         if broken:
             yield (tuple(keys.split()), message)

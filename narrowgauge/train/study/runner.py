@@ -176,9 +176,15 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
         )
     for words in several.limits(found, facts):
         print(words)
+    for recorded, why in found.apart:
+        tell(f"{recorded.folder.name} is left out of the verdicts: {why}.")
     tell(f"Report: {several.write(found, folder.path / 'report.html', facts)}")
     failed = facts["failed"]
-    code = OutOfMemoryError.exit_code if failed and set(failed.values()) <= {"out of memory"} else int(bool(failed))
+    code = (
+        OutOfMemoryError.exit_code
+        if failed and set(failed.values()) <= {"out of memory"}
+        else int(bool(failed) or bool(found.apart))
+    )
     for name, why in failed.items():
         tell(f"{name} failed: {why}. The same command tries it again.")
     return Result(code, verdicts, failed)

@@ -31,7 +31,7 @@ from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
-from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, failure, gradients, prove
+from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, failure, gradients, narrow, prove
 
 DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
 POW = Cast(format=E5M2, calibrate=Window(length=3, margin=1), scale=POW2)
@@ -78,6 +78,7 @@ def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter((torch.randn(shape) * 0.02).to(dtype))
 
 
+@narrow
 def compare(
     states: str, master: str | None, dtype: torch.dtype, cast: Cast, shape: str, poison: float | None = None, leaves_out: bool = False
 ) -> None:  # fmt: skip
@@ -174,6 +175,7 @@ def train(recipe: str, micro_batches: int, casts: bool, dtype: torch.dtype) -> t
     return [losses, dict(model.state_dict()), optimizer.state_dict()["state"]], linked
 
 
+@narrow
 def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> None:
     """Losses, weights, states and windows with what the step leaves are those without."""
     launched = []
@@ -198,7 +200,7 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
 
 KINDS = ("step ", "left out ", "poison ", "take ", "check ", "broken", "training ")  # what a case begins with
 SLOW = (
-    "check delayed", "left out e4m3 tensor fp32 delayed",
+    "check delayed", "left out e4m3 tensor fp32 delayed", "left out e5m2", "take int8", "broken",
     "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
     "training fp8-delayed 2", "training fp8-current 1",
 )  # fmt: skip

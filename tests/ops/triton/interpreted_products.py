@@ -34,7 +34,11 @@ KINDS = ("product ", "operator ", "rotary ")
 
 
 def is_quick(name: str) -> bool:
-    return True
+    """An operator of each kind of tile, with a bias and without."""
+    return name not in (
+        f"operator narrowgauge::block_mm {(1, 128, 128, 128)}, bias: True",
+        f"operator narrowgauge::block_mm {(1, 64, 64, 64)}, bias: False",
+    )
 
 
 def cases() -> Iterator[Case]:

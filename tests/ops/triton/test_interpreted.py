@@ -16,9 +16,12 @@ PROCESSES = [("interpreted", "interpreted_produced"), ("stepped", "casting", "in
 
 @pytest.mark.long
 @pytest.mark.timeout(960)  # half a minute on a quiet machine
-@pytest.mark.parametrize("part", ["quick", pytest.param("rest", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("names", PROCESSES, ids=" and ".join)
-def test_kernels_have_the_bits_of_their_definition(names, part):
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [("quick", sum(PROCESSES, ())), *(pytest.param("rest", names, marks=pytest.mark.slow) for names in PROCESSES)],
+    ids=lambda each: each if isinstance(each, str) else " and ".join(each),
+)
+def test_kernels_have_the_bits_of_their_definition(part, names):
     """Several modules in each process: importing torch and tracing a first kernel takes as long as ten cases."""
     modules = [import_module(f"tests.ops.triton.{name}") for name in names]
     cases.check(interpreted(names, part), modules, part)

@@ -47,7 +47,15 @@ def trained(text, tmp_path_factory):
     """A run of twelve steps with three checkpoints."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     config = tiny.settings(
-        text, folder, recipe="fp8-delayed", steps=12, checkpoint_every=4, keep=3, eval_every=4, learning_rate=5e-3
+        text,
+        folder,
+        recipe="fp8-delayed",
+        steps=12,
+        checkpoint_every=4,
+        keep=3,
+        eval_every=4,
+        eval_wide=True,
+        learning_rate=5e-3,
     )
     assert loop.run(config) == 0
     return folder

@@ -72,7 +72,8 @@ def t5(path: Path) -> str:
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
-    ("amp", {}),
+    ("amp", {"layers": 3}),
+    ("deep", {}),
     ("o2", {"precision": "bf16-o2", "recipe": "fp8-row", "states": "8bit", "master": "bf16-remainder"}),
     ("o3", {"precision": "bf16-o3", "recipe": "int8", "states": "4bit", "checkpointing": "full"}),
     ("parts", {"precision": "fp32", "recipe": "none", "micro_batches": 2}),

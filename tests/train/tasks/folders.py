@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SMALL: dict[str, Any] = {
-    "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 0, "checkpoint_every": 0, "tensor_every": 0,
+    "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 0, "eval_wide": False, "checkpoint_every": 0, "tensor_every": 0,
     "sample_tokens": 0, "threads": 1, "device": "cpu", "validation_fraction": 0.2, "recipe": "fp8-current",
 }  # fmt: skip
 

@@ -33,9 +33,11 @@ def run_json(config):
     return json.loads(Path(config.output, "run.json").read_text("utf-8"))
 
 
-def test_it_learns_colours_and_transformers_loads_it(make, place, capfd):
+def test_it_learns_colours_and_transformers_loads_it(make, place, capfd, with_report):
     """From a checkpoint of five classes, in 30 steps of fp8-row; its predictions by transformers' own processor."""
-    config = make("pictures", steps=30, batch_size=12, learning_rate=5e-3, recipe="fp8-row", eval_every=15)
+    config = make(
+        "pictures", steps=30, batch_size=12, learning_rate=5e-3, recipe="fp8-row", eval_every=15, eval_wide=True
+    )
     assert loop.run(config) == 0
     said = capfd.readouterr().err
     assert "at random to begin with: classifier.bias, classifier.weight" in said

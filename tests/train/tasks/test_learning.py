@@ -16,38 +16,39 @@ from tests.train.tasks.test_runs import AUTO
 FAST = {"batch_size": 16, "learning_rate": 5e-3, "warmup_steps": 6, "recipe": "fp8-row", "from_scratch": True}
 
 
-def trained(make, job, **changes):
+def trained(make, reports, job, **changes):
     """The last evaluation of a run, and what run.json says of the data."""
     config = make(job, **{**FAST, **changes})
     assert loop.run(config) == 0
     folder = Path(config.output)
     known = json.loads((folder / "run.json").read_text("utf-8"))
     model, found = AUTO[config.task].from_pretrained(folder / "final", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and (folder / "report.html").exists()
+    assert not found["missing_keys"] and not found["unexpected_keys"] and reports == [folder]
     if "classes" in known["data"]:
         assert list(model.config.id2label.values()) == known["data"]["classes"]
     return tiny.events(folder, "eval")[-1], known
 
 
-def test_answers_are_found_and_none_is_given_where_there_is_none(make, tmp_path):
+def test_answers_are_found_and_none_is_given_where_there_is_none(make, reports, tmp_path):
     """Which colour is the first: one text in four has none."""
     data = folders.first_things(tmp_path / "many.jsonl", 300)
-    found, known = trained(make, "questions", data=data, steps=60, max_length=20)
+    found, known = trained(make, reports, "questions", data=data, steps=60, max_length=20)
     assert known["data"]["unanswerable"] == 75 and known["best"] == "f1"
     assert found["exact_match"] > 0.85 and found["f1"] >= found["exact_match"]
 
 
-def test_tags_are_learnt(make, tmp_path):
+def test_tags_are_learnt(make, reports, tmp_path):
     found, known = trained(
-        make, "tags", data=folders.tagged(tmp_path / "many.jsonl", 200), steps=30, learning_rate=1e-2
+        make, reports, "tags", data=folders.tagged(tmp_path / "many.jsonl", 200), steps=30, learning_rate=1e-2
     )
     assert found["f1"] > 0.9 and found["accuracy"] > 0.9 and found["precision"] > 0.85
     assert known["data"]["classes"] == ["B-hue", "B-join", "I-hue", "I-join", "O"]
 
 
-def test_choices_are_learnt(make, tmp_path):
+@pytest.mark.slow
+def test_choices_are_learnt(make, reports, tmp_path):
     """Which of two to four sentences has "red" in it: 0.36 by chance."""
-    found, _ = trained(make, "choices", data=folders.red_ones(tmp_path / "many.jsonl", 200), steps=30)
+    found, _ = trained(make, reports, "choices", data=folders.red_ones(tmp_path / "many.jsonl", 200), steps=30)
     assert found["accuracy"] > 0.9
 
 
@@ -65,6 +66,16 @@ def test_a_tag_of_the_validation_data_that_nobody_learns(make, tmp_path):
     config = make("tags", validation_data=folders.jsonl(tmp_path / "other.jsonl", rows))
     with pytest.raises(DataError, match=r"word 1 \('red'\) has the tag 'B-hot', which is none of the 5 tags"):
         loop.run(config)
+
+
+@pytest.mark.slow
+def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
+    config = make("questions", stride=128, max_length=24, steps=1)
+    assert loop.run(config) == 0
+    assert "Neighbouring windows share 6 tokens: 128, the default, is more than half of one." in capfd.readouterr().err
+    same = make("questions", "given", stride=6, max_length=24, steps=1)
+    assert loop.run(same) == 0
+    assert tiny.losses(Path(config.output)) == tiny.losses(Path(same.output))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 from narrowgauge.train import loop
 from narrowgauge.train.parallel import spread
-from tests.distributed.conftest import ranks  # noqa: F401
 from tests.selection import quick
 from tests.train import tiny
 from tests.train.test_torchrun import trained
@@ -39,18 +38,18 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("job", "layout"), quick([("chat", "dp")], LAYOUTS))
-def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):  # noqa: F811
+def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):
     same_on_two_ranks(ranks, make, job, layout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["t5", "marian"])
-def test_what_all_blocks_of_a_decoder_read_gets_its_gradient_in_one_order(ranks, make, job):  # noqa: F811
+def test_what_all_blocks_of_a_decoder_read_gets_its_gradient_in_one_order(ranks, make, job):
     """In float32, where the order of every sum shows."""
     same_on_two_ranks(ranks, make, job, "fsdp", precision="fp32")
 
 
-def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
+def same_on_two_ranks(ranks, make, job, layout, **changes):
     reference = make(job, "reference", micro_batches=2, **changes)
     assert loop.run(reference) == 0
     config = make(job, "ranks", parallel=layout, **{"micro_batches": 2 if layout == "pp" else 1, **changes})
@@ -84,7 +83,7 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_classes_have_no_stages(ranks, make):  # noqa: F811
+def test_classes_have_no_stages(ranks, make):
     said = sorted(ranks(2)(trained, make("classification", parallel="pp=2", micro_batches=2)))
     assert (
         "pp cuts causal language models (tasks text and causal-lm), and this run's task is 'classification'" in said[0]
@@ -94,7 +93,7 @@ def test_classes_have_no_stages(ranks, make):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
-def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(ranks, make, job):  # noqa: F811
+def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(ranks, make, job):
     """Bounded: the loss of evaluations, which drop nothing; in training each rank drops its own heads."""
     reference, config = make(job, "reference"), make(job, "ranks", parallel="tp=2")
     assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]

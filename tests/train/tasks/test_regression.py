@@ -18,7 +18,7 @@ from tests.train import tiny
 from tests.train.tasks import folders
 
 
-def test_it_learns(make, tmp_path, capfd):
+def test_it_learns(make, tmp_path, capfd, with_report):
     """Whether 400 sentences are red, green or both, in 80 steps of fp8-row from random weights."""
     config = make(
         "regression", data=folders.scores(tmp_path / "many.jsonl", 400), steps=80, batch_size=16, learning_rate=5e-3,
