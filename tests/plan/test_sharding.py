@@ -8,7 +8,6 @@ from benchmarks import planned_ranks
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.moments import Moment
 from narrowgauge.plan.sharding import divided
-from tests.distributed.conftest import ranks  # noqa: F401
 
 MIB = 2**20
 
@@ -46,7 +45,7 @@ def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residual
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "within"), [("dp=2", 0.005), ("fsdp=2", 0.01), ("tp=2", 0.02)])
-def test_planned_is_what_a_rank_allocates(ranks, layout, within, tmp_path):  # noqa: F811
+def test_planned_is_what_a_rank_allocates(ranks, layout, within, tmp_path):
     config = planned_ranks.settings(tmp_path, layout, **planned_ranks.RUNS["plain"])
     most = max(ranks(2)(planned_ranks.allocated, config))
     assert planned_ranks.planned(config) == pytest.approx(most, rel=within)
