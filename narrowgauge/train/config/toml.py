@@ -67,7 +67,8 @@ def settings(text: str, name: str) -> Given:
     """The settings that `text` describes; `name` stands for the file in errors."""
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
-    origins = {key: _place(name, text, key) for key in values}
+    outside = MULTILINE.sub(lambda found: "\n" * found[0].count("\n"), text)
+    origins = {key: _place(name, outside, key) for key in values}
     known = by_key()
     for key, value in values.items():
         if (
@@ -111,9 +112,8 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.") from None
 
 
-def _place(name: str, text: str, key: str) -> str:
-    """The file, and the line on which a top-level key or table begins, as far as it is written plainly."""
-    outside = MULTILINE.sub(lambda found: "\n" * found[0].count("\n"), text)
+def _place(name: str, outside: str, key: str) -> str:
+    """The file, and the line on which a top-level key or table begins, as far as it is written plainly outside of long strings."""
     found = re.search(rf"""(?m)^[ \t]*\[?[ \t]*(["']?){re.escape(key)}\1[ \t]*[=.\]]""", outside)
     return f"{name}:{outside.count(chr(10), 0, found.start()) + 1}" if found else name
 

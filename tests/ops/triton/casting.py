@@ -31,7 +31,7 @@ from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
-from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, failure, gradients, prove
+from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, failure, gradients, narrow, prove
 
 DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
 POW = Cast(format=E5M2, calibrate=Window(length=3, margin=1), scale=POW2)
@@ -78,6 +78,7 @@ def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter((torch.randn(shape) * 0.02).to(dtype))
 
 
+@narrow
 def compare(
     states: str, master: str | None, dtype: torch.dtype, cast: Cast, shape: str, poison: float | None = None, leaves_out: bool = False
 ) -> None:  # fmt: skip
@@ -174,6 +175,7 @@ def train(recipe: str, micro_batches: int, casts: bool, dtype: torch.dtype) -> t
     return [losses, dict(model.state_dict()), optimizer.state_dict()["state"]], linked
 
 
+@narrow
 def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> None:
     """Losses, weights, states and windows with what the step leaves are those without."""
     launched = []

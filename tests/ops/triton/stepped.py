@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch import nn
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.ops.selfcheck import examine
-from narrowgauge.optim import SGD, AdamW, Lion, base, left_out, moments, rules, selfcheck
+from narrowgauge.optim import SGD, AdamW, Lion, base, left_out, moments, param_groups, rules, selfcheck
 from narrowgauge.optim.backends import CHECK
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
@@ -45,6 +46,18 @@ MASTERS = [
 ]
 SHAPES = ((5, 557), (3, 512), (77,))
 INTERPRETED: Kernel[Any] = Kernel("interpreted", lambda spec: None, launch.step)
+
+
+def narrow(case: Callable[..., None]) -> Callable[..., None]:
+    """The case with narrow states of tensors of any size: a run keeps those of the smallest in float32."""
+
+    @wraps(case)
+    def run(*given: Any, **named: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(param_groups, "SMALLEST", 1)
+            case(*given, **named)
+
+    return run
 
 
 class Guards:
@@ -92,6 +105,7 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
         parameter.grad = g.to(parameter.dtype)
 
 
+@narrow
 def compare(
     rule: str, states: str, master: str | None, dtype: torch.dtype, poison: float | None = None, steps: int = 2
 ) -> None:
@@ -113,6 +127,7 @@ def compare(
     assert_same(*found, any_nan=poison is not None)
 
 
+@narrow
 def compare_groups() -> None:
     """Groups of other rates and states, a tensor that comes later, and one of another layout: several launches, the same numbers."""
     found = []
@@ -136,6 +151,7 @@ def compare_groups() -> None:
     assert_same(*found)
 
 
+@narrow
 def compare_replayed() -> None:
     """Launches whose numbers come from memory. There is no graph here: capturing would launch as well, which is undone."""
     found = []
@@ -168,6 +184,7 @@ def compare_replayed() -> None:
     assert_same(*found)
 
 
+@narrow
 def compare_left_out(rule: str, states: str, master: str | None, dtype: torch.dtype, halts: bool = False) -> None:
     """Steps that a flag on the device leaves out, beside those of an optimizer that is never called for them.
 
@@ -225,6 +242,7 @@ class Undone:
         return call
 
 
+@narrow
 def compare_graphed() -> None:
     """Whole steps of `GraphedStep`: the optimizer's launches read what the host sent ahead of the replay."""
     found = []

@@ -45,6 +45,7 @@ def test_tags_are_learnt(make, reports, tmp_path):
     assert known["data"]["classes"] == ["B-hue", "B-join", "I-hue", "I-join", "O"]
 
 
+@pytest.mark.slow
 def test_choices_are_learnt(make, reports, tmp_path):
     """Which of two to four sentences has "red" in it: 0.36 by chance."""
     found, _ = trained(make, reports, "choices", data=folders.red_ones(tmp_path / "many.jsonl", 200), steps=30)
@@ -65,6 +66,16 @@ def test_a_tag_of_the_validation_data_that_nobody_learns(make, tmp_path):
     config = make("tags", validation_data=folders.jsonl(tmp_path / "other.jsonl", rows))
     with pytest.raises(DataError, match=r"word 1 \('red'\) has the tag 'B-hot', which is none of the 5 tags"):
         loop.run(config)
+
+
+@pytest.mark.slow
+def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
+    config = make("questions", stride=128, max_length=24, steps=1)
+    assert loop.run(config) == 0
+    assert "Neighbouring windows share 6 tokens: 128, the default, is more than half of one." in capfd.readouterr().err
+    same = make("questions", "given", stride=6, max_length=24, steps=1)
+    assert loop.run(same) == 0
+    assert tiny.losses(Path(config.output)) == tiny.losses(Path(same.output))
 
 
 @pytest.mark.parametrize(

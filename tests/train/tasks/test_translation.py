@@ -66,7 +66,7 @@ def test_what_stands_in_the_table_has_a_score_of_100(make):
     """Letters beyond ASCII come back from the cache as they were."""
     from narrowgauge.train.tasks.writing import Seq2SeqTask
 
-    task = Seq2SeqTask.prepare(make("translated"))
+    task = Seq2SeqTask.prepare(make("translated", eval_wide=True))
     assert isinstance(task.translation, Translation)
     found = task.translation.score(task.translation.references)
     assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0})
