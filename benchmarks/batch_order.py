@@ -7,7 +7,7 @@
     stratified  by length, every batch with the data's share of each label: `data.plan` with `examples.strata`
     shares      at random, but with as many examples of each stratum in a batch as `length` has: its labels without its lengths
 
-Made data (`made_tasks`, `plain_others`) and a BERT of two layers at random. float32, AdamW, 16 examples a step.
+Made data (`made_tasks`, `plain_others`) and a BERT of two layers at random, for translation a Marian. float32, AdamW, 16 examples a step.
 loss: held out, at the end. swing: of the first stratum's share from batch to batch, its deviation over that of the binomial distribution.
 A plain loop without narrow products: it is about data alone.
 """
@@ -36,7 +36,9 @@ def main() -> None:
     options = _options()
     for task in options.tasks:
         orders = [
-            order for order in options.orders if order not in ORDERS[2:] or task not in ("tagging", "multiple-choice")
+            order
+            for order in options.orders
+            if order not in ORDERS[2:] or task not in ("tagging", "multiple-choice", "translation")
         ]
         settings = {"task": task, "steps": options.steps, "rows": options.rows, "learning_rate": options.learning_rate}
         experiment = Experiment(
@@ -123,9 +125,10 @@ def prepared(task: str, seed: int, rows: int, place: Path) -> tuple[Any, Any, An
     from narrowgauge import data
 
     settings = {"rows": rows, "held_out": 400}
-    if task == "regression":
-        model, train, held = plain_others.prepare(task, place, seed, settings)
-        auto: Any = plain_others.AUTO[task]
+    if task in ("regression", "translation"):
+        kind = "seq2seq" if task == "translation" else task
+        model, train, held = plain_others.prepare(kind, place, seed, settings)
+        auto: Any = plain_others.AUTO[kind]
     else:
         auto = plain_trainer.AUTO[task]
         names = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
@@ -134,7 +137,7 @@ def prepared(task: str, seed: int, rows: int, place: Path) -> tuple[Any, Any, An
         held = made_tasks.write(place / "held.jsonl", task, 400, 1)
     columns: Any = {
         "question-answering": data.Questions(stride=8), "tagging": data.Tagging(tags=TAGS), "multiple-choice": data.Choices(),
-        "regression": data.Regression(),
+        "regression": data.Regression(), "translation": data.Seq2Seq(),
     }[task]  # fmt: skip
     limits = data.Limits(max_length=32 if task == "question-answering" else None)
     tokenizer = data.load(model)
@@ -146,7 +149,7 @@ def prepared(task: str, seed: int, rows: int, place: Path) -> tuple[Any, Any, An
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.batch_order", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    tasks = ["question-answering", "regression", "tagging", "multiple-choice"]
+    tasks = ["question-answering", "regression", "tagging", "multiple-choice", "translation"]
     parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks)
     parser.add_argument(
         "--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="the first is the reference of the pairs"

@@ -1,10 +1,11 @@
-"""What `narrowgauge debug` finds of planted faults: one product of every layer in E2M1 with a scale for the whole tensor, and none.
+"""What `narrowgauge debug` finds of planted faults: one product in E2M1 with a scale for the whole tensor, and none.
 
-A small Llama learns Python's sources (or --data FILE) under a recipe with the fault; the ladder is taken from a checkpoint in the middle.
-Right is: the planted product alone is named, or, of a healthy run, that it is not the number format. One line per run is appended to
-results/debug_ladder.jsonl as soon as it is known.
+A small Llama learns Python's sources (or --data FILE) with the fault in the planted layers and fp8-row elsewhere; the ladder is taken from
+a checkpoint in the middle. Right is: the planted product alone is named, or, of a healthy run, that it is not the number format. One line
+per run is appended to results/debug_ladder.jsonl as soon as it is known.
 
     python -m benchmarks.debug_ladder --steps 160 --data tinyshakespeare.txt
+    python -m benchmarks.debug_ladder --steps 160 --data tinyshakespeare.txt --layers 4 --planted '*layers.2.*' --seeds 0 1 2
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--faults", nargs="+", default=[*GEMMS, "none"])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--planted", default="*", help="pattern of the layers with the fault")
     arguments = parser.parse_args()
     planted = {each: sick(each) for each in GEMMS}
     recipes.ALL = (*recipes.ALL, *planted.values())  # of this process alone
     for seed in arguments.seeds:
         for fault in [each.replace("none", "") for each in arguments.faults]:
             with tempfile.TemporaryDirectory() as folder:
-                line = judged(fault, seed, arguments.steps, arguments.data, Path(folder))
+                line = judged(fault, seed, arguments, Path(folder))
             RESULTS.parent.mkdir(exist_ok=True)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -57,12 +60,15 @@ def main() -> None:
             )
 
 
-def judged(fault: str, seed: int, steps: int, data: str, folder: Path) -> dict[str, object]:
-    recipe = f"sick-{fault}" if fault else "fp8-row"
+def judged(fault: str, seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    steps, planted = arguments.steps, arguments.planted
     middle = steps // 2
+    recipe = f"sick-{fault}" if fault else "fp8-row"
+    by_layer = {} if planted == "*" else {planted: recipe}
     config = TrainConfig(
-        data=data, output=str(folder / "run"), cache=str(Path(tempfile.gettempdir()) / "debug-ladder-cache"), recipe=recipe, seed=seed,
-        hidden_size=64, layers=2, heads=2, intermediate_size=160, sequence_length=64, vocab_size=512, batch_size=8, steps=steps,
+        data=arguments.data, output=str(folder / "run"), cache=str(Path(tempfile.gettempdir()) / "debug-ladder-cache"), seed=seed,
+        recipe="fp8-row" if by_layer else recipe, layers_recipe=by_layer, hidden_size=64,
+        layers=arguments.layers, heads=2, intermediate_size=160, sequence_length=64, vocab_size=512, batch_size=8, steps=steps,
         warmup_steps=20, learning_rate=3e-3, checkpoint_every=middle, keep=9, eval_every=0, eval_tokens=4096, sample_tokens=0,
         tensor_every=0, log_every=steps, plan="never", device="cpu",
     )  # fmt: skip
@@ -72,7 +78,8 @@ def judged(fault: str, seed: int, steps: int, data: str, folder: Path) -> dict[s
     own = found.ladder.against_bf16()
     alone = [name.partition(":")[2] for name in found.ladder.mended() if name.startswith("product:")]
     return {
-        "fault": fault, "seed": seed, "steps": steps, "verdict": own.event(), "mended_by": found.ladder.mended(),
+        "fault": fault, "planted": planted, "layers": arguments.layers, "seed": seed, "steps": steps, "verdict": own.event(),
+        "mended_by": found.ladder.mended(),
         "right": alone == [fault] if fault else own.name in ("same", "small") and not found.fix,
         "conclusion": found.ladder.conclusion(), "rungs": {
             name: found.ladder.against_bf16(name).difference for name, rung in found.ladder.rungs.items() if not rung.refused

@@ -123,12 +123,12 @@ def add_errors(sums: dict[int, Tensor], x: Tensor, weight: Tensor, gemm: Gemm) -
     signs = gemm.rotate.signs if gemm.rotate is not None else "none"
     for block in _blocks(x.shape[1]):
         hadamard = None if block == 1 else Hadamard(block=block, signs=signs)
-        error = (_rounded_product(x, weight, gemm, hadamard).to(torch.float64) - exact).square().sum()
+        error = (rounded_product(x, weight, gemm, hadamard).to(torch.float64) - exact).square().sum()
         sums[block] = sums.get(block, torch.zeros_like(error)) + error
     sums[0] = sums.get(0, torch.zeros((), dtype=torch.float64, device=x.device)) + exact.square().sum()
 
 
-def _rounded_product(x: Tensor, weight: Tensor, gemm: Gemm, hadamard: Hadamard | None) -> Tensor:
+def rounded_product(x: Tensor, weight: Tensor, gemm: Gemm, hadamard: Hadamard | None) -> Tensor:
     assert gemm.lhs is not None and gemm.rhs is not None
     if hadamard is not None:
         signs = draw_signs(hadamard, x.shape[1], x.device)

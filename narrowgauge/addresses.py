@@ -73,6 +73,15 @@ def dry_run_on() -> Any:
     return _DRY_RUN.get()
 
 
+PIECE = 2**22  # numbers: definitions work on more of them piece by piece on a GPU (ops/pieces.py)
+
+
+def type_of(device: torch.device) -> str:
+    """The type of a device, as "cuda"; in a dry run the pretended one's, wherever fake tensors say that they are."""
+    pretended = None if is_compiling() else dry_run_on()
+    return device.type if pretended is None else str(pretended.type)
+
+
 def number(x: Tensor) -> float:
     """What x [1] holds, for a kernel that takes it by value; of a fake one, in a dry run, any."""
     return float(x) if dry_run_on() is None else 1.0

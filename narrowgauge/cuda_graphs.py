@@ -33,6 +33,7 @@ from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts
+from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
@@ -324,7 +325,7 @@ class GraphedStep:
 
     def _shares_casts(self) -> bool:
         """Whether a step has several micro-batches and layers that keep casts for all of them."""
-        return self._usual > 1 and any(layer.keeps_casts for layer in self._layers())
+        return self._usual > 1 and any(keeps_casts(layer) for layer in self._layers())
 
     def _layers(self) -> list[QLinear]:
         return [layer for layer in self.model.modules() if isinstance(layer, QLinear)]
@@ -335,7 +336,7 @@ class GraphedStep:
 
     def _cast_weights(self) -> None:
         """Captured, never run eagerly: in eager mode the first micro-batch casts and the others reuse its casts."""
-        self._casts = {layer: layer.cast_weight() for layer in self._layers()}
+        self._casts = {layer: cast_weight(layer) for layer in self._layers()}
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
         for layer, casts in self._casts.items():

@@ -116,11 +116,13 @@ def _build_with_casts(bench: Bench, recipe: str, together: bool, matrices: int, 
             if any("taken after" not in words for words in left.values()):
                 raise RuntimeError(f"the step leaves nothing for some layers: {'; '.join(left.summary())}")
 
+        from narrowgauge.nn.weight_casts import cast_weight
+
         def step() -> None:
             optimizer.step()
             ng.advance(model)
             for layer in model:
-                layer.cast_weight()
+                cast_weight(layer)
 
         return step
 

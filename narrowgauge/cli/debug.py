@@ -21,7 +21,7 @@ def debug(
     Parameters
     ----------
     run
-        Folder of the run. What is found goes to RUN/debug-STEP.json and .txt; nothing else in it is touched.
+        Folder of the run. What is found goes to RUN/debug-STEP.json, .txt and .html; nothing else in it is touched.
     """
     from narrowgauge.train.debug import debug as climb
 

@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.diagnose.format_text import count, loss_value, plural, signed
+from narrowgauge.diagnose.format_text import count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.same_curve import DIFFERS, SAME, SMALL, UNKNOWN, SameCurve, judge
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
 ELSEWHERE = "Look at the data of these steps, at the learning rate, and at modules that are no Linears."
 PRODUCTS = ("output", "grad_input", "grad_weight")
+REST = 0.5  # of a gap: what a change that mends it leaves at most
 
 # Recipe -> the next that rounds less: scales of this step before those of earlier ones, of rows before whole tensors, 8 bits before 4.
 # After the last comes bf16, which is a rung of its own.
@@ -102,11 +103,15 @@ class Ladder:
         return own.name == DIFFERS or (own.name == SMALL and own.difference > 0)
 
     def mends(self, name: str) -> bool:
-        """Whether a rung brings the curve back to that of BF16: within control, or within the margin where the run itself was not."""
+        """Whether a rung brings the curve back to that of BF16: within control or the margin, with less than REST of the gap left.
+
+        Within the margin or control alone would not do: a gap that is hardly above them is brought below by chance. Within control would
+        be too much: what is left is what the sound products of the recipe cost.
+        """
         if self.rungs[name].refused:
             return False
-        found, own = self.against_bf16(name).name, self.against_bf16().name
-        return found == SAME or (found == SMALL and own == DIFFERS)
+        found, own = self.against_bf16(name), self.against_bf16()
+        return found.name in (SAME, SMALL) and abs(found.difference) < REST * abs(own.difference)
 
     def mended(self) -> list[str]:
         """The rungs that mend it, recipes first."""
@@ -143,15 +148,20 @@ class Ladder:
         if not self.is_behind():
             return own.sentence()
         if own.name == SMALL:
-            within = (
-                f"It comes within control with {change_words(found[0])}"
-                if found
-                else "No rung brings it within control"
-            )
-            return f"{own.sentence()} {within}."
+            return f"{own.sentence()} {self._of_small(own, found)}"
         if not found:
             return f"{own.sentence()} No recipe and no single product mends it: only BF16 does."
         return f"{own.sentence()} The first change that mends it: {change_words(found[0])}."
+
+    def _of_small(self, own: SameCurve, found: list[str]) -> str:
+        if not found:
+            return "No rung brings it within control, or halves it."
+        name = min(found, key=lambda each: abs(self.against_bf16(each).difference))
+        best, words = self.against_bf16(name), change_words(name)
+        if best.name == SAME:
+            return f"It comes within control with {words}."
+        left, whole = (signed(each.difference, decimals(each.difference)) for each in (best, own))
+        return f"Most of it goes with {words}: {left} of {whole} nats are left."
 
     def report(self) -> Iterator[str]:
         """Sentences and numbers, a line each."""

@@ -90,7 +90,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "nonfinite": ({"where": text}, {}),
     "blame": (
         {"suspects": listed(text), "errors": table(table(listed(anything)))},
-        {"recipes": listed(text), "findings": listed(table(anything))},
+        {"recipes": listed(text), "findings": listed(table(anything)), "confirmations": listed(table(anything))},
     ),
     "sample": ({}, {"prompt": text, "text": text}),
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),

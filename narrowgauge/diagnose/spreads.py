@@ -11,13 +11,14 @@ In float32; values that are not finite are left out. Each costs a few passes ove
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from narrowgauge.diagnose.statistics import Histogram, floor_log2
-from narrowgauge.ops.hadamard import rotate
+from narrowgauge.ops.hadamard import draw_signs, rotate
 from narrowgauge.recipe import Hadamard
 
 BLOCK = 32  # of recipes that rotate
@@ -66,10 +67,13 @@ def row_spread(gy: Tensor) -> Rows:
 
 
 def channel_spread(x: Tensor, rotation: Hadamard | None = None) -> Channels:
-    """x [T, K], any float dtype. rotation: the recipe's; None: blocks of 32."""
-    wide = _finite(x)
+    """x [T, K], any float dtype. rotation: the recipe's; None: blocks of 32. For signs drawn at every call the fixed ones stand."""
+    wide, rotation = _finite(x), rotation or Hadamard(block=BLOCK)
+    known = (
+        replace(rotation, signs="fixed") if rotation.signs == "random" else rotation
+    )  # no number of the run's generator is drawn
     before = _over_median(wide.abs().amax(0).cpu())
-    after = _over_median(rotate(wide, rotation or Hadamard(block=BLOCK), None).abs().amax(0).cpu())
+    after = _over_median(rotate(wide, known, draw_signs(known, x.shape[1], wide.device)).abs().amax(0).cpu())
     return Channels(
         count=x.shape[1],
         largest=float(before.max()),

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 
-from narrowgauge.addresses import is_compiling, wrapper
-from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.addresses import is_compiling, type_of, wrapper
+from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
-from narrowgauge.nn.operands import Casts, find
+from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
-from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
-from narrowgauge.ops.registry import device_facts, type_of
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -201,8 +200,7 @@ class QLinear(nn.Linear):
             return False
         return device_facts(device.type, device.index).type == "cpu"
 
-    def kept_casts(self) -> list[Casts]:
-        """The casts of its weight that it keeps from call to call."""
+    def kept_casts(self) -> list[Casts]:  # of its weight, from call to call
         return [] if self._cache is None else [self._cache.casts]
 
     def end_step(self) -> None:
@@ -211,33 +209,6 @@ class QLinear(nn.Linear):
         if self.shared_inputs is not None:
             self.shared_inputs.clear()
         self._written = (0, 0)
-
-    def cast_weight(self) -> Casts:
-        """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
-        cache = WeightCache()
-        weight: Tensor = self.weight
-        if type(weight).__name__ == "DTensor":
-            from narrowgauge.nn.sharded import plain
-
-            weight = plain(weight)
-        if not self.keeps_casts:
-            return cache.casts
-        with torch.no_grad():
-            context = self.context(weight, cache)
-            operand, plan = find("w", weight, context, (True, True), self.amax_state("w")), context.plan.w
-            rows, cols = plan.serves_a_step
-            if rows:
-                operand.rows(Rotation.draw(plan.rows_rotate, weight))
-            if cols and self._recipe is not None and self._recipe.backward == "recast":
-                operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
-        return cache.casts
-
-    @property
-    def keeps_casts(self) -> bool:
-        """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
-        if self._recipe is None or self.is_suspended or self.steps is not None or self.carried is not None:
-            return False
-        return any(self.plan(self.weight.device).w.serves_a_step)
 
     def take_casts(self, casts: Casts) -> None:
         """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
@@ -464,40 +435,17 @@ def _out_dtype(x: Tensor) -> torch.dtype:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuses in words what the products would compute wrongly or stumble over."""
-    if not is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            raise ConfigError(
-                "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute "
-                "inside `with narrowgauge.suspended(model):`."
-            )
-        if torch._C._is_tracing():
-            raise ConfigError(
-                "linear: torch.jit.trace cannot record a recipe. Use torch.export, or trace inside "
-                "`with narrowgauge.suspended(model):`."
-            )
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if (
-            not isinstance(tensor, Tensor)
-            or tensor.dtype not in _FLOATS
-            or tensor.layout != torch.strided
-            or tensor.is_nested
-        ):
-            kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            kind = f"nested {kind}" if isinstance(tensor, Tensor) and tensor.is_nested else kind
-            raise ShapeError(
-                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first."
-            )
-        if tensor.device != x.device:
-            raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
-    if weight.ndim != 2:
-        raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
-    n, k = weight.shape
-    if x.ndim == 0 or x.shape[-1] != k:
-        raise ShapeError(f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.")
-    if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
-        raise ShapeError(f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].")
+    transforms = not is_compiling() and (torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
+    fits = not transforms
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        is_dense = isinstance(tensor, Tensor) and tensor.dtype in _FLOATS and tensor.layout == torch.strided
+        fits = fits and is_dense and not tensor.is_nested and tensor.device == x.device
+    fits = fits and weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[1]
+    if fits and (bias is None or (bias.ndim == 1 and bias.shape[0] == weight.shape[0])):
+        return
+    from narrowgauge.nn.linear_refusals import refuse
+
+    refuse(x, weight, bias)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import is_compiling
+from narrowgauge.addresses import is_compiling, type_of
 from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, column_sums, no_double_backward
 from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.operands import KINDS, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.nn.rotation import Rotation
-from narrowgauge.ops.mm import Plan
-from narrowgauge.ops.registry import type_of
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Gemm, Recipe
+from narrowgauge.recipe import Recipe
 
 
 class LinearFunction(torch.autograd.Function):
@@ -102,8 +100,7 @@ def _gradient(
 
     Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to that on its way, as in torch's own Linear there.
     """
-    plan: Plan = getattr(context.plan, product)
-    gemm: Gemm = getattr(context.plan.recipe, product)
+    plan, gemm = getattr(context.plan, product), getattr(context.plan.recipe, product)
     if context.plan.recipe.backward == "straight-through":
         dtype = torch.float32
     elif plan.expand == context.out_dtype == torch.bfloat16 and type_of(lhs.device) == "cpu":

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import in_memory, is_compiling
+from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
 from narrowgauge.nn.again import Again, Origin, Saved
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
-from narrowgauge.nn.rotation import NONE, Rotation, cast_in_pieces, casts_apart
+from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.registry import type_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
@@ -212,12 +211,19 @@ class Operand:
     def _rotated_cast(
         self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str
     ) -> QTensor | Tensor:
-        if cast is None or not casts_apart(cast, x, rotation):
-            return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
-        noise = self._noise(x, which) if cast.rounding == "stochastic" else None
-        return cast_in_pieces(
-            x, cast, rotation, noise, lambda rows, cast, noise: self.plan.quantize(rows, cast, None, noise, expand)
-        )
+        if rotation is not NONE and cast is not None and x.numel() > PIECE:
+            from narrowgauge.nn.rotated_pieces import cast_in_pieces, casts_apart
+
+            if casts_apart(cast, x):
+                noise = self._noise(x, which) if cast.rounding == "stochastic" else None
+                return cast_in_pieces(
+                    x,
+                    cast,
+                    rotation,
+                    noise,
+                    lambda rows, cast, noise: self.plan.quantize(rows, cast, None, noise, expand),
+                )
+        return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
     def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str) -> QTensor | Tensor:
         """x [outer, inner], the rows or the cols, as it enters a product: 16 bits, or quantized by its own amax or its window's."""

@@ -2,8 +2,8 @@
 
 What a definition makes on its way (float32 copies, ratios, noise in int64) is as large as what it works on, several times over; a layer
 of a narrow model whose hidden width is large would need more for that moment than bfloat16 for its whole step. In pieces of
-PIECE numbers it needs 16 MiB for each of them. Only work on rows apart is cut so, which has the same bits; a CPU, which has caches
-to care for and memory enough, and compiled code, which fuses, take the whole.
+PIECE float32 numbers it needs 16 MiB for each of them, and a launch is little beside reading that. Only work on rows apart is cut so,
+which has the same bits; a CPU, which has caches to care for and memory enough, and compiled code, which fuses, take the whole.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import is_compiling
-from narrowgauge.ops.registry import type_of
-
-PIECE = 2**22  # float32 numbers, 16 MiB: a launch is little beside reading them
+from narrowgauge.addresses import PIECE, is_compiling, type_of
 
 
 def cuts(x: Tensor, rows_together: int = 1) -> list[slice]:

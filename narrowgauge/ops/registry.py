@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import dry_run_on, is_compiling, wrapper
+from narrowgauge.addresses import dry_run_on, wrapper
 from narrowgauge.errors import BackendError, closest
 from narrowgauge.recipe import Cast
 
@@ -89,12 +89,6 @@ def device_facts(device_type: str, index: int | None) -> Device:
     if device_type == "cpu":
         return cpu_facts()
     return Device(device_type)
-
-
-def type_of(device: torch.device) -> str:
-    """The type of a device, as "cuda"; in a dry run the pretended one's, wherever fake tensors say that they are."""
-    pretended = None if is_compiling() else dry_run_on()
-    return device.type if pretended is None else str(pretended.type)
 
 
 def device_of(x: Tensor, *others: Tensor | None) -> Device:

@@ -54,11 +54,13 @@ class Count:
     trace   of the building and of two steps
     blocks  how many the model has
     second  where the second step begins in trace.events
+    head_weights  bytes of the weight of an output head that is its own
     """
 
     trace: Trace
     blocks: int
     second: int
+    head_weights: int = 0
 
     def peak(self, start: int = 0) -> tuple[int, dict[str, int]]:
         """(bytes, by part) at the largest moment from event `start` on; bytes as asked for, not as an allocator rounds them."""
@@ -108,7 +110,15 @@ def count(build: Callable[[], Step], device: Device) -> Count:
         _one_step(step, recorder)
         second = len(trace.events)
         _one_step(step, recorder)
-        return Count(trace, blocks, second)
+        return Count(trace, blocks, second, _head_weights(model))
+
+
+def _head_weights(model: Any) -> int:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Linear):
+        return 0
+    holders = [each for each in model.modules() if any(own is head.weight for own in each.parameters(recurse=False))]
+    return head.weight.nbytes if len(holders) == 1 else 0
 
 
 def _one_step(step: Step, recorder: Recorder) -> None:

@@ -31,6 +31,7 @@ class Forecast:
     reserved_error  share of them by which they may be wrong
     on_gpu          whether the allocator is torch's for GPUs; a CPU's keeps nothing
     block_weights   bytes of the weights of one block of each stack; 0: not known
+    head_weights    bytes of the weight of an output head that is its own
     work            of the second step, of the micro-batches that are counted
     """
 
@@ -42,6 +43,7 @@ class Forecast:
     notes: tuple[str, ...] = field(default=())
     allocated_error: float = ALLOCATED_ERROR
     block_weights: int = 0
+    head_weights: int = 0
     work: Tally = field(default_factory=dict)
 
     @property
@@ -104,7 +106,7 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
         words = f"all {layers} layers{why}" if layers else f"the whole model{why}"
         return Forecast(
             moments=tuple(found), counted=words, reserved=found[-1].reserved, reserved_error=RESERVED_ERROR, on_gpu=on_gpu,
-            block_weights=_weights(found) // layers if layers else 0, work=tally(counted),
+            block_weights=_weights(found) // layers if layers else 0, head_weights=counted.head_weights, work=tally(counted),
         )  # fmt: skip
     counts = [count(build(depth), device) for depth in (FEW, MORE)]
     few, more = map(moments, counts)
@@ -116,7 +118,7 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
     top = max(each.allocated for each in found)
     return Forecast(
         moments=tuple(found), counted=f"{FEW} and {MORE} of {layers} layers", reserved=top + gap,
-        reserved_error=ESTIMATED_ERROR, on_gpu=on_gpu, block_weights=_weights(more) - _weights(few),
+        reserved_error=ESTIMATED_ERROR, on_gpu=on_gpu, block_weights=_weights(more) - _weights(few), head_weights=counts[0].head_weights,
         work=deeper(tally(counts[0]), tally(counts[1]), layers - FEW),
     )  # fmt: skip
 

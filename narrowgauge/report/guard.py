@@ -91,8 +91,25 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
         first = alarms[0]
         on = "" if first.get("seen_on", "stretch") == "stretch" else f", seen on the {first['seen_on']}"
         yield f"First alarm at step {count(first['step'])}{on}; the check there differed by {signed(first['difference'])} nats."
+    yield from map(blamed, recorded.of("blame"))
     if wide := wide_steps(recorded, events):
         yield f"In BF16 in place of the recipe: steps {', '.join(f'{count(first)} to {count(last)}' for first, last in wide)}."
+
+
+def blamed(event: Event) -> str:
+    """Which products an alarm was laid at, how far that was confirmed, and the line that computes them in 16 bits."""
+    where, suspects = f"Step {count(event['step'])}", event.get("suspects") or []
+    if not suspects:
+        return f"{where}: every product is as accurate as its format allows; none is to blame."
+    said = [f"{where}, inaccurate: {', '.join(suspects)}."]
+    for each in event.get("confirmations") or []:
+        hurts, products = each.get("hurts"), each.get("products")
+        verdict = "Confirmed" if hurts is True else "Not confirmed" if hurts is False else "Not known"
+        names = ", ".join(map(str, products)) if isinstance(products, list) else str(products)
+        said.append(f"{verdict}, {names}: {each.get('words', '')}.")
+    if recipes := event.get("recipes"):
+        said.append("In 16 bits: recipes = [" + ", ".join(f'"{entry}"' for entry in recipes) + "].")
+    return " ".join(said)
 
 
 def first_steps(events: Sequence[Event]) -> str:

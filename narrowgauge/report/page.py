@@ -43,12 +43,13 @@ def write(run_folder: Path) -> Path:
 
 
 def environment() -> jinja2.Environment:
-    """What templates of pages have in common: strict, escaped, and the style as a variable."""
+    """What templates of pages have in common: strict, escaped, and the styles as variables."""
     found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
         found.filters[spelled.__name__] = spelled
-    style = importlib.resources.files("narrowgauge.report").joinpath("page.css")
-    found.globals["style"] = style.read_text(encoding="utf-8")
+    folder = importlib.resources.files("narrowgauge.report")
+    for name, file in (("style", "page.css"), ("series_style", "series.css")):
+        found.globals[name] = folder.joinpath(file).read_text(encoding="utf-8")
     return found
 
 

@@ -2,7 +2,7 @@
 
 Each rung is a stretch of steps that do not count (`stretch`): one model, no folder per rung, and what it needs beside a training is a copy
 of the state. Nothing of the run is touched: files of this are RUN/debug-STEP.json, written after each rung, so that a command that was
-killed goes on where it was, and RUN/debug-STEP.txt, what was found.
+killed goes on where it was, and, of what was found, RUN/debug-STEP.txt and a page, RUN/debug-STEP.html.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.report import ladder as page
 from narrowgauge.train import place, stretch
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.loop import prepare
@@ -90,6 +91,7 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         path, encode({**key, **ladder.facts(), "found": list(ladder.report()), "fix": found.fix}, indent=1) + "\n"
     )
     storage.replace_file(path.with_suffix(".txt"), found.text + "\n")
+    tell(f"Page: {page.write(ladder, found.fix, run.resolve().name, path.with_suffix('.html'))}")
     return found
 
 

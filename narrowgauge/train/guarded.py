@@ -298,8 +298,8 @@ class Guard(Watch):
         share = percent(settings.steps * (len(begins) + controls) / config.steps)
         show.say(
             f"Guard: {plural(len(begins), 'check')} of {plural(settings.steps, 'step')} in BF16, after step {begins[0]} and every "
-            f"{settings.every}: {share} of the run's steps; margin {settings.margin_words()}; then {settings.then}. In a check {size(nbytes)} of state wait in "
-            f"{place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
+            f"{settings.every}: {share} of the run's steps; margin {settings.margin_words()}; then {settings.then}. "
+            f"In a check {size(nbytes)} of state wait in {place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
         )
 
     def last_words(self) -> str:

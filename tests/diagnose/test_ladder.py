@@ -65,6 +65,35 @@ def test_one_product_may_mend_what_no_recipe_does():
     assert ladder.conclusion().endswith("only BF16 does.")
 
 
+def test_a_gap_below_the_margin_is_laid_at_the_product_that_takes_most_of_it():
+    """What is left is the price of the sound products, above control."""
+    ladder, _ = climbed(
+        "int8", again=0.006, product_output=0.0061, product_grad_input=0.0012, product_grad_weight=0.005
+    )
+    assert ladder.mended() == ["product:grad_input"]
+    assert ladder.conclusion().endswith("goes with grad_input alone in 16 bits: +0.0012 of +0.0060 nats are left.")
+    ladder, _ = climbed(
+        "fp8-row",
+        again=0.006,
+        recipe_mxfp8=0.0025,
+        product_output=0.0013,
+        product_grad_input=0.006,
+        product_grad_weight=0.006,
+    )
+    assert ladder.conclusion().endswith("goes with output alone in 16 bits: +0.0013 of +0.0060 nats are left."), (
+        "what leaves least"
+    )
+    ladder, _ = climbed("int8", again=0.006, product_output=0.004, product_grad_input=0.004, product_grad_weight=0.004)
+    assert not ladder.mended() and ladder.conclusion().endswith("No rung brings it within control, or halves it.")
+
+
+@pytest.mark.parametrize(("gap", "near"), [(0.008, 0.0074), (0.0011, 0.0009)], ids=["margin", "control"])
+def test_a_rung_that_falls_just_below_a_limit_mends_nothing(gap, near):
+    """The margin is 0.0075, and twice the control 0.001."""
+    ladder, _ = climbed("int8", again=gap, product_output=near, product_grad_input=0.0001, product_grad_weight=gap)
+    assert ladder.mended() == ["product:grad_input"]
+
+
 def test_what_lost_its_loss():
     ladder, order = climbed(again=math.nan)
     assert "run alone stops being finite: the number format" in ladder.conclusion() and "recipe:fp8-current" in order

@@ -56,8 +56,11 @@ def test_ranks_go_on_undisturbed_and_come_to_one_verdict(ranks, wrap, gradients,
         assert_same(held, expected)
     events = guarded[0][1]
     assert [begun for begun, *_ in events] == [3, 6] and guarded[1][1] == events
-    assert all(difference != 0 and same != 0 and weights == 4 for _, difference, _, same, _, _, weights, *_ in events)
-    assert all(0.5 < low <= high < 2 for *_, (low, high), _, _, _, _ in events)
+    seen = 0 if recipe == "int4-hq-lss" else 4  # gradients of weights that grow into learned steps are not compared
+    assert all(
+        difference != 0 and same != 0 and weights == seen for _, difference, _, same, _, _, weights, *_ in events
+    )
+    assert all(0.5 < slopes[0] <= slopes[1] < 2 for *_, slopes, _, _, _, _ in events if seen)
 
 
 @pytest.mark.slow

@@ -43,12 +43,14 @@ def measured(states: str, recipe: str = "", together: bool = False) -> tuple[Sum
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
 
+    from narrowgauge.nn.weight_casts import cast_weight
+
     def step() -> None:
         optimizer.step()
         if recipe:
             ng.advance(model)
             for layer in model:
-                layer.cast_weight()
+                cast_weight(layer)
 
     for _ in range(2):
         step()

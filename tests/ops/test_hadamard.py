@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge import formats
+from narrowgauge import formats, recipes
 from narrowgauge.errors import ShapeError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import definition, draw_signs, hadamard_matrix, rotate, rotated_length, unrotate
@@ -133,3 +133,28 @@ def test_a_linear_whose_products_are_rotated_computes_the_same(product: str, sig
         assert sqnr_db(truth, y.detach()) > 28
         assert sqnr_db(gy.double() @ layer.weight.double(), leaf.grad) > 28
         assert sqnr_db(gy.double().T @ x.double(), layer.weight.grad) > 28
+
+
+@pytest.mark.parametrize("name", ["int4-hq-bs", pytest.param("int4-hq-lss", marks=pytest.mark.slow)])
+def test_signs_of_a_straight_through_product_are_those_of_its_operands(name):
+    """Fixed signs s: the layer is the one without, on x diag(s) and w diag(s), and so are its gradients (exact: flips round nothing)."""
+    recipe = recipes.get(name)
+    signed = replace(recipe, output=replace(recipe.output, rotate=Hadamard(signs="fixed")))
+    signs = draw_signs(Hadamard(signs="fixed"), 64, CPU)
+    torch.manual_seed(1)
+    x, weight, gradient = torch.randn(40, 64), torch.randn(24, 64), torch.randn(40, 24)
+
+    def computed(recipe, x, weight):
+        layer = QLinear(64, 24, bias=False, recipe=recipe)
+        layer.weight.data.copy_(weight)
+        x = x.clone().requires_grad_()
+        torch.manual_seed(2)
+        y = layer(x)
+        y.backward(gradient)
+        return y.detach(), x.grad, layer.weight.grad
+
+    y, grad_input, grad_weight = computed(signed, x, weight)
+    expected = computed(recipe, x * signs, weight * signs)
+    assert_same(y, expected[0])
+    assert_same(grad_input, expected[1] * signs)
+    assert_same(grad_weight, expected[2] * signs)

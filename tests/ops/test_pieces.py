@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from narrowgauge.formats import E2M1, INT4, INT8
-from narrowgauge.nn import leverage_score
-from narrowgauge.nn.rotation import Rotation, cast_in_pieces
+from narrowgauge.nn import leverage_score, operands
+from narrowgauge.nn.rotated_pieces import cast_in_pieces
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops import pieces
 from narrowgauge.ops.hadamard import definition as hadamard
 from narrowgauge.ops.quantize import definition
@@ -23,7 +24,8 @@ from tests.compare import assert_same
 @pytest.fixture
 def small_pieces(monkeypatch):
     """As on a GPU, 7 to 60 rows of 64 to 100 columns a piece: `cut(True)` cuts, `cut(False)` does not."""
-    monkeypatch.setattr(pieces, "PIECE", 700)
+    for module in (pieces, definition, operands):
+        monkeypatch.setattr(module, "PIECE", 700)
 
     def cut(is_on_gpu):
         monkeypatch.setattr(pieces, "type_of", lambda device: "cuda" if is_on_gpu else "cpu")

@@ -45,6 +45,18 @@ def test_the_sentences_say_verdict_cost_and_steps_of_bf16():
     assert found["figure"].startswith("<svg") and "margin" in found["figure"]
 
 
+def test_what_an_alarm_was_laid_at_is_told_with_the_line_to_use():
+    seen = {"products": ["a.down_proj:output"], "hurts": True, "words": "in 8 steps all of the loss comes back"}
+    blame = {"event": "blame", "step": 20, "suspects": ["a.down_proj:output"], "confirmations": [seen]}
+    found = guard.section(recorded(check(16, 0.05, "worse"), {**blame, "recipes": ["a.down_proj=bf16:output"]}))
+    assert found["sentences"][-1] == (
+        "Step 20, inaccurate: a.down_proj:output. Confirmed, a.down_proj:output: in 8 steps all of the loss comes back. "
+        'In 16 bits: recipes = ["a.down_proj=bf16:output"].'
+    )
+    found = guard.section(recorded(check(16, 0.05, "worse"), {**blame, "suspects": [], "confirmations": []}))
+    assert found["sentences"][-1].endswith("none is to blame.")
+
+
 @pytest.mark.parametrize(("then", "steps"), [("bf16", "17 to 40"), ("fp8-row", "17 to 20")])
 def test_a_wider_recipe_leaves_the_stretch_alone_in_bf16(then, steps):
     [*_, last] = guard.section(recorded(check(16, 0.05, "worse", then), rewind(16)))["sentences"]

@@ -22,8 +22,8 @@ pytest.importorskip("jinja2")
 from narrowgauge import formats  # noqa: E402
 from narrowgauge.diagnose import format_text  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
-from narrowgauge.report import cards, figures, tables  # noqa: E402
 from narrowgauge.report import cards as measured  # noqa: E402
+from narrowgauge.report import figures, tables  # noqa: E402
 from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
 
@@ -487,7 +487,7 @@ def test_the_score_in_16_bits_says_its_step(tmp_path):
         {"event": "eval", "step": 60, "loss": 4.75, "wide": {"loss": 5.0}},
         {"event": "eval", "step": 120, "loss": 4.5},
     ]
-    [card] = cards.wide_cards(recorded(tmp_path, listed), "nats/token")
+    [card] = measured.wide_cards(recorded(tmp_path, listed), "nats/token")
     assert card["note"] == "at step 60; +0.2500 to the run's own products"
 
 

@@ -63,6 +63,8 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
     found = json.loads((run / "debug-35.json").read_text())
     assert [each["name"] for each in found["rungs"]][:3] == ["again", "bf16", "control"] and found["fix"] == fix
     assert (run / "debug-35.txt").read_text() == said.out
+    page = (run / "debug-35.html").read_text(encoding="utf-8")
+    assert "output alone in 16 bits" in page and "product:grad_weight" in page
     new = run.parent / "NEW"
     assert main(["train", "--from", f"{run}@30", "--switch", "bf16@30:output", "--output", str(new)]) == 0
     mended = {each["name"]: each["losses"] for each in found["rungs"]}["product:output"]

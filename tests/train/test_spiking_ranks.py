@@ -11,7 +11,7 @@ from narrowgauge.train import loop
 from tests.processes import PYTHON, run
 from tests.train import spiking_run, tiny
 from tests.train.spiking_run import corrupt, saturate
-from tests.train.test_torchrun import ranks, same_run, told, trained  # noqa: F401
+from tests.train.test_torchrun import same_run, told, trained
 
 SHORT = spiking_run.LONG | {"steps": 52, "checkpoint_every": 12, "on_spike": "skip"}
 PLANTED = 45
@@ -35,7 +35,7 @@ def spikes(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
-def test_a_corrupt_batch_is_skipped_by_all_ranks(ranks, make, monkeypatch, parallel):  # noqa: F811
+def test_a_corrupt_batch_is_skipped_by_all_ranks(ranks, make, monkeypatch, parallel):
     config = of_layout(make, parallel)
     assert ranks(2)(trained_with, config, corrupt) == [0, 0]
     [event] = spikes(config)
@@ -51,7 +51,7 @@ def test_a_corrupt_batch_is_skipped_by_all_ranks(ranks, make, monkeypatch, paral
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
-def test_windows_that_saturate_are_the_format_on_all_ranks(ranks, make, parallel):  # noqa: F811
+def test_windows_that_saturate_are_the_format_on_all_ranks(ranks, make, parallel):
     config = of_layout(make, parallel, layers_recipe={"lm_head": "fp8-delayed"})
     assert ranks(2)(trained_with, config, saturate) == [0, 0]
     event = spikes(config)[0]
@@ -61,7 +61,7 @@ def test_windows_that_saturate_are_the_format_on_all_ranks(ranks, make, parallel
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
-def test_a_rank_that_is_killed_while_it_judges_is_named_and_the_run_goes_on(ranks, make, text, parallel):  # noqa: F811
+def test_a_rank_that_is_killed_while_it_judges_is_named_and_the_run_goes_on(ranks, make, text, parallel):
     """SIGKILL at the fourth step of the judgement, of rank 1; the rest of the run is that of a run that nobody killed."""
     config, killed = of_layout(make, parallel, "whole"), of_layout(make, parallel, "killed")
     assert ranks(2)(trained_with, config, corrupt) == [0, 0]

@@ -97,15 +97,17 @@ def outside(found: Mapping[str, float]) -> dict[str, float]:
     )
 
 
-def unseen(optimizer: Any) -> str:
-    """Why gradients cannot be seen, a sentence, or ''."""
+def unseen(model: nn.Module, optimizer: Any) -> str:
+    """Why gradients are not compared, a sentence, or ''."""
     reasons = [_hides(each) for each in _optimizers(optimizer)]
-    return reasons[0] if reasons and all(reasons) else ""
+    if reasons and all(reasons):
+        return reasons[0]
+    return "" if _weights(model) else "weights grow into the learned steps of their recipe, or do not train."
 
 
 def words(model: nn.Module, optimizer: Any) -> str:
     """What is compared at the first step of a check and what it takes, a sentence."""
-    if reason := unseen(optimizer):
+    if reason := unseen(model, optimizer):
         return f"Gradients are not compared: {reason}"
     weights = _weights(model).values()
     nbytes = sum(8 * min(shards.local(each).numel(), SAMPLE) for each in weights)
@@ -136,11 +138,15 @@ def _hides(optimizer: Any) -> str:
 
 
 def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Of the Linears with a recipe that train, by their layer's name without what wrappers add; each once."""
+    """Of the Linears with a recipe that train, by their layer's name without what wrappers add; each once.
+
+    Not of recipes that learn steps: what lies beyond a step has no gradient there, by design, and BF16 has another function of it.
+    """
     found: dict[str, nn.Parameter] = {}
     seen = set[int]()
     for name, module in model.named_modules():
-        weight = module.weight if isinstance(module, QLinear) and module.recipe is not None else None
+        recipe = module.recipe if isinstance(module, QLinear) else None
+        weight = module.weight if recipe is not None and not recipe.steps() else None
         if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:
             seen.add(id(weight))
             found[plain_name(name)] = weight

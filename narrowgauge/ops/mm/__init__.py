@@ -105,14 +105,9 @@ def why_emulated(gemm: Gemm, device: torch.device) -> str | None:
 
 
 def mm(
-    lhs: QTensor | Tensor,
-    rhs: QTensor | Tensor,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32,
-    fast_accumulate: bool = False,
-    backend: str | None = None,
-) -> Tensor:
+    lhs: QTensor | Tensor, rhs: QTensor | Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32,
+    fast_accumulate: bool = False, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module. `backend` forces a kernel by name."""
     _check(lhs, rhs, bias)
     lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))

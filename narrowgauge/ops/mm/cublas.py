@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 
-from narrowgauge.addresses import dry_run_on, tell_launch
+from narrowgauge.addresses import dry_run_on, tell_launch, type_of
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
 from narrowgauge.ops.pieces import cuts
-from narrowgauge.ops.registry import type_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import to_exponents
 

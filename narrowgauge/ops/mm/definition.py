@@ -40,8 +40,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import type_of
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
-from narrowgauge.ops.registry import Device, device_facts, type_of
+from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, times_scale

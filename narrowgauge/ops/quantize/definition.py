@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import holds_numbers
+from narrowgauge.addresses import PIECE, holds_numbers
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, Current, LearnedStep, Window
+from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
     WHOLE,
     as_tiles,
@@ -130,36 +129,17 @@ def quantize(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
 ) -> QTensor:
     """See `ops.quantize`; arguments are checked there. On a GPU piece by piece, with the same bits."""
-    shape, slices = (x.shape[0], x.shape[1]), _slices(x, cast)
+    shape = (x.shape[0], x.shape[1])
     given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
-    if len(slices) == 1:
-        full = _filled(x, cast.tile)
-        scale, global_scale = scales(_amax(full, shape, cast) if given is None else given, cast)
-        data = _encoded(full, shape, scale, global_scale, cast, noise, expand)
-        return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
-    if given is None and cast.tile == (WHOLE, WHOLE):
-        given = calibrated_amax(x, cast)
-    elif given is None:
-        given = torch.cat([_amax(_filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices])
-        given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
-    scale, global_scale = scales(given, cast)
-    parts = []
-    for each in slices:
-        piece, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
-        own = scale if cast.tile[0] == WHOLE else scale[each.start // height : -(-each.stop // height)]
-        some = noise[each] if isinstance(noise, Tensor) else noise and noise.after(each.start * shape[1])
-        full = _filled(piece, cast.tile)
-        parts.append(_encoded(full, tuple(piece.shape), own, global_scale, cast, some, expand))
-    data = torch.cat(parts)
+    if x.numel() > PIECE:
+        from narrowgauge.ops.quantize.in_pieces import slices_of, work
+
+        if len(slices := slices_of(x, cast)) > 1:
+            return work((calibrated_amax, _filled, _amax, scales, _encoded), slices, x, cast, given, noise, expand)
+    full = _filled(x, cast.tile)
+    scale, global_scale = scales(_amax(full, shape, cast) if given is None else given, cast)
+    data = _encoded(full, shape, scale, global_scale, cast, noise, expand)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
-
-
-def _slices(x: Tensor, cast: Cast) -> list[slice]:
-    """Of x's rows, such that no tile is cut but one of all rows, whose largest magnitude is that of its parts."""
-    of_columns = cast.tile[0] == WHOLE and cast.tile[1] != WHOLE
-    if of_columns and not isinstance(cast.calibrate, Current | Window):
-        return [slice(0, x.shape[0])]
-    return cuts(x, max(cast.tile[0], 1))
 
 
 def _is_tiled(tile: tuple[int, int]) -> bool:

@@ -24,7 +24,7 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
-from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
+from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, SQRT, Technique, lines
 
 MOST_ROWS = 2**16
 MOST_CHANGES = 3  # that are told; each is enough alone
@@ -112,24 +112,31 @@ class Answers:
 
     def changes(self) -> list[dict[str, Any]]:
         """What makes it fit: single techniques, else the cheapest that do together."""
-        single = ((each, after) for each in CHEAPEST_FIRST if (after := each.applied(self.config)) is not None)
+        single = (
+            (each, after)
+            for each in CHEAPEST_FIRST
+            if self._may_fit([each]) and (after := each.applied(self.config)) is not None
+        )
         fitting = list(islice(((after, each.words) for each, after in single if self._fits(after)), MOST_CHANGES))
         if not fitting:
             together = self._together()
             fitting = [together] if together else []
         return [self._change(after, words) for after, words in fitting]
 
-    def _everything(self) -> TrainConfig:
+    def _everything(self, without: tuple[Technique, ...] = ()) -> TrainConfig:
         """The configuration with all that saves memory and goes with its settings."""
         everything = self.config
         for each in CHEAPEST_FIRST:
-            everything = each.applied(everything) or everything
+            everything = (None if each in without else each.applied(everything)) or everything
         return everything
 
     def _hopeless(self) -> bool:
-        """Whether not even everything makes it fit, so that counting single techniques is in vain."""
+        """Whether not even everything makes it fit, so that counting single techniques is in vain.
+
+        Segments come last: of blocks that are treated differently every layer is counted, which takes ten times as long.
+        """
         try:
-            return not self.room.fits(self.counts.of(self._everything()))
+            return not any(self.room.fits(self.counts.of(self._everything(left))) for left in ((SQRT,), ()))
         except ConfigError:
             return False
 
@@ -144,13 +151,22 @@ class Answers:
         except ConfigError:  # does not go with the other settings, as building it shows
             return False
 
+    def _may_fit(self, techniques: list[Technique]) -> bool:
+        """Whether the run fits without all that these make smaller: else there is nothing to count."""
+        if not all(each.parts for each in techniques):
+            return True
+        smaller = {part for each in techniques for part in each.parts}
+        moments = self.counts.of(self.config).moments
+        least = max(sum(size for (part, _), size in each.parts.items() if part not in smaller) for each in moments)
+        return least <= self.room.usable
+
     def _together(self) -> tuple[TrainConfig, str] | None:
         taken = list[Technique]()
         for each in CHEAPEST_FIRST:
             if (after := _all(self.config, [*taken, each])) is None:
                 continue
             taken.append(each)
-            if self._fits(after):
+            if self._may_fit(taken) and self._fits(after):
                 break
         else:
             return None
@@ -158,7 +174,7 @@ class Answers:
         for each in sorted(taken[:-1], key=lambda one: (-one.numbers, -one.time)):
             without = [one for one in taken if one is not each]
             fewer = _all(self.config, without)
-            if fewer is not None and self._fits(fewer):
+            if fewer is not None and self._may_fit(without) and self._fits(fewer):
                 taken = without
         found = _all(self.config, taken)
         assert found is not None

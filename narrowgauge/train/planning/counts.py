@@ -37,6 +37,7 @@ class Counts:
     full: bool = False
     tell: Callable[[int], None] = silent
     known: dict[str, Forecast] = field(default_factory=dict)
+    _processes: dict[str, Forecast] = field(default_factory=dict)
 
     def of(self, config: TrainConfig, shape: Shape | None = None) -> Forecast:
         """What a rank of the run needs at most; shape: of a micro-batch, instead of the largest that the settings allow."""
@@ -76,12 +77,23 @@ class Counts:
                 lambda depth: source.builder(depth or of_stage), self.device, of_stage, differing, self.full
             )
         else:
-            found = forecast(source.builder, self.device, layers, differing, self.full)
+            found = self._of_one(source, layers, differing)
         in_flight = min(sizes.pp, source.config.micro_batches)
         found = divided(
-            found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight
-        )
+            found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight,
+            steady=source.config.micro_batches > sizes.pp,
+        )  # fmt: skip
         return replace(found, notes=(*found.notes, *notes_of(source)))
+
+    def _of_one(self, source: Source, layers: int, differing: str) -> Forecast:
+        """Of one process with a rank's micro-batch; any number of copies and shards are told from one count."""
+        question = cache.question_of(source.config)
+        question.pop("batch_size")  # the shape has the rows
+        question["parallel"] = replace(parallel_syntax.named(source.config.parallel), dp=1, fsdp=1)
+        key = repr([question, source.shape])
+        if key not in self._processes:
+            self._processes[key] = forecast(source.builder, self.device, layers, differing, self.full)
+        return self._processes[key]
 
 
 def notes_of(source: Source) -> Iterator[str]:

@@ -23,6 +23,7 @@ class Technique:
     changes  of a configuration, the settings that it changes; none where it is on already
     numbers  0: the same bits, or sums in another order; 1: errors below the spread of seeds; 2: errors that can be measured
     time     share of a step that it costs, roughly
+    parts    which of `plan.count.PARTS` it may make smaller; none named: any
     """
 
     name: str
@@ -30,6 +31,7 @@ class Technique:
     words: str
     numbers: int
     time: float
+    parts: tuple[str, ...] = ()
 
     def applied(self, config: TrainConfig) -> TrainConfig | None:
         """The configuration with it; None where it is on already, or does not go with the other settings."""
@@ -80,32 +82,42 @@ def _small_embeddings(config: TrainConfig) -> Mapping[str, Any]:
     return {} if config.states == "fp32" else {"embedding_states": "same"}
 
 
-FUSE = Technique("fuse", _fused, "fewer passes over memory; the same numbers", 0, -0.05)
+KEPT = ("saved", "codes", "head", "transient")
+ROWWISE = (*KEPT, "batch")
+OWN = ("states", "transient")
+FUSE = Technique("fuse", _fused, "fewer passes over memory; the same numbers", 0, -0.05, KEPT)
 HALVE = Technique(
-    "half micro-batches", _halved, "smaller products, a few percent slower; sums in another order", 0, 0.03
+    "half micro-batches", _halved, "smaller products, a few percent slower; sums in another order", 0, 0.03, ROWWISE
 )
 ROWS = Technique(
-    "micro-batches of one row", _rows, "small products, slower where rows are short; sums in another order", 0, 0.06
+    "micro-batches of one row",
+    _rows,
+    "small products, slower where rows are short; sums in another order",
+    0,
+    0.06,
+    ROWWISE,
 )
 SELECTIVE = Technique(
     "selective checkpointing", lambda config: {"checkpointing": "selective"} if config.checkpointing == "none" else {},
-    "what lies between products is computed again, about 6 % more time; the same bits", 0, 0.06,
+    "what lies between products is computed again, about 6 % more time; the same bits", 0, 0.06, KEPT,
 )  # fmt: skip
 FULL = Technique(
     "full checkpointing", lambda config: {"checkpointing": "full"} if config.checkpointing in ("none", "selective") else {},
-    "blocks are computed again, about a quarter more time; the same bits", 0, 0.25,
+    "blocks are computed again, about a quarter more time; the same bits", 0, 0.25, KEPT,
 )  # fmt: skip
 SQRT = Technique(
     "checkpointing in segments", lambda config: {"checkpointing": "sqrt"},
-    "most blocks are computed again twice, about half more time; the same bits", 0, 0.45,
+    "most blocks are computed again twice, about half more time; the same bits", 0, 0.45, KEPT,
 )  # fmt: skip
-EIGHT = Technique("8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0)
+EIGHT = Technique(
+    "8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0, OWN
+)
 IN_BACKWARD = Technique(
     "step in backward", lambda config: {"step_in_backward": True, "clip_by": "previous" if config.clip else ""},
-    "no slower; clipped by the norm of the step before, and no gradient is kept", 1, 0.0,
+    "no slower; clipped by the norm of the step before, and no gradient is kept", 1, 0.0, ("gradients", "transient"),
 )  # fmt: skip
 EMBEDDINGS = Technique(
-    "embeddings' states too", _small_embeddings, "no slower; rare words have rounded moments too", 1, 0.0
+    "embeddings' states too", _small_embeddings, "no slower; rare words have rounded moments too", 1, 0.0, OWN
 )
 STOCHASTIC = Technique(
     "stochastic rounding",
@@ -114,17 +126,24 @@ STOCHASTIC = Technique(
     1,
     0.0,
 )
-FOUR = Technique("4-bit states", _states("4bit"), "no slower; moments rounded to 4 bits (docs/optimizers.md)", 2, 0.0)
+FOUR = Technique(
+    "4-bit states", _states("4bit"), "no slower; moments rounded to 4 bits (docs/optimizers.md)", 2, 0.0, OWN
+)
 FP8_SAVES = Technique(
-    "FP8 saves", lambda config: {"save": "fp8", "fuse": True}, "no slower; what layers keep is rounded to FP8", 1, 0.0
+    "FP8 saves",
+    lambda config: {"save": "fp8", "fuse": True},
+    "no slower; what layers keep is rounded to FP8",
+    1,
+    0.0,
+    KEPT,
 )
 SLICES = Technique(
     "loss over slices", lambda config: {} if config.loss == "whole" else {"loss": "slices"},
-    "one product with the head more; sums in another order", 0, 0.02,
+    "one product with the head more; sums in another order", 0, 0.02, ("head", "gradients", "transient"),
 )  # fmt: skip
 COMPRESS = Technique(
     "compressed activations", lambda config: {"compress_activations": True},
-    "slower; what blocks keep is rounded to E4M3, gradients agree to about 34 dB", 2, 0.3,
+    "slower; what blocks keep is rounded to E4M3, gradients agree to about 34 dB", 2, 0.3, KEPT,
 )  # fmt: skip
 
 # The cheapest first: what changes no number by what it costs in time, then what changes more and more of them.

@@ -38,14 +38,9 @@ class QuestionsTask(TableTask):
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
-        longest = longest_example(config, READER, tokenizer)
-        if longest is not None and 2 * config.stride > longest:
-            raise ConfigError(
-                f"stride = {config.stride}: more than half of a window of {longest} tokens (max_length), which holds the question too. "
-                f"Set a smaller stride, as {longest // 4}."
-            )
         columns = data.Questions(
-            question=config.question_column, context=config.context_column, answers=config.answers_column, stride=config.stride
+            question=config.question_column, context=config.context_column, answers=config.answers_column,
+            stride=_stride(config, longest_example(config, READER, tokenizer)),
         )  # fmt: skip
         return columns, READER
 
@@ -59,6 +54,11 @@ class QuestionsTask(TableTask):
             int((part.numbers(KNOWN)[part.sizes(TEXT) > 0] == 0).sum()) for part in sides.values()
         )
         task.notes.append(task._words())
+        stride = _stride(config, longest_example(config, READER, task.tokenizer))
+        if stride != config.stride:
+            task.notes.append(
+                f"Neighbouring windows share {stride} tokens: {config.stride}, the default, is more than half of one."
+            )
         return task
 
     def _words(self) -> str:
@@ -134,3 +134,15 @@ def _read(batch: Batch, scores: Tensor | None) -> tuple[int, list[Scores]]:
     assert scores is not None
     rows, sizes = scores.float().cpu().numpy(), batch["attention_mask"].sum(1).tolist()
     return data.valid_targets(batch), [row[:, :size].copy() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _stride(config: TrainConfig, longest: int | None) -> int:
+    """Tokens that neighbouring windows share; the default gives way to short windows, and what was asked for does not."""
+    if longest is None or 2 * config.stride <= longest:
+        return config.stride
+    if config.stride == TrainConfig.stride:
+        return longest // 4
+    raise ConfigError(
+        f"stride = {config.stride}: more than half of a window of {longest} tokens (max_length), which holds the question too. "
+        f"Set a smaller stride, as {longest // 4}."
+    )

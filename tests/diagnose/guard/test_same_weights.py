@@ -172,14 +172,16 @@ def test_the_first_losses_differ_by_the_forward_pass_alone(cpu):
 def test_where_gradients_cannot_be_had_it_is_said():
     model = ng.convert(Model(), "fp8-current")
     optimizer = ng.optim.AdamW(model, lr=1e-3, states="8bit")
-    assert unseen(optimizer) == "" and "gradients of" in words(model, optimizer)
+    assert unseen(model, optimizer) == "" and "gradients of" in words(model, optimizer)
     stepping = ng.optim.in_backward(optimizer)
     assert "Gradients are not compared: parameters step in backward" in words(model, optimizer)
     assert FirstGradients(model, optimizer)._handles == []
     stepping.remove()
     optimizer.holding = object()  # a model this small has no matrix to hold
     assert "held in FP8" in ng.Guard("every=4,steps=2", model, optimizer, print).words()
-    assert "none of torch's optimizers" in unseen(object())
+    assert "none of torch's optimizers" in unseen(model, object())
+    learning = ng.convert(Model(), "int4-hq-lss")
+    assert "grow into the learned steps" in words(learning, torch.optim.SGD(learning.parameters()))
 
 
 # --- over the checks

@@ -68,6 +68,16 @@ def test_a_tag_of_the_validation_data_that_nobody_learns(make, tmp_path):
         loop.run(config)
 
 
+@pytest.mark.slow
+def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
+    config = make("questions", stride=128, max_length=24, steps=1)
+    assert loop.run(config) == 0
+    assert "Neighbouring windows share 6 tokens: 128, the default, is more than half of one." in capfd.readouterr().err
+    same = make("questions", "given", stride=6, max_length=24, steps=1)
+    assert loop.run(same) == 0
+    assert tiny.losses(Path(config.output)) == tiny.losses(Path(same.output))
+
+
 @pytest.mark.parametrize(
     ("job", "changes", "said"),
     [

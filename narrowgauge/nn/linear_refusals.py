@@ -1,0 +1,52 @@
+"""Why a Linear with a recipe does not take some operands, in words; imported where one does not."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import is_compiling
+from narrowgauge.errors import ConfigError, ShapeError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> NoReturn:
+    """Raises ConfigError for what torch does around the Linear, ShapeError for what it was given."""
+    if not is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            raise ConfigError(
+                "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute "
+                "inside `with narrowgauge.suspended(model):`."
+            )
+        if torch._C._is_tracing():
+            raise ConfigError(
+                "linear: torch.jit.trace cannot record a recipe. Use torch.export, or trace inside "
+                "`with narrowgauge.suspended(model):`."
+            )
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dtype not in FLOATS
+            or tensor.layout != torch.strided
+            or tensor.is_nested
+        ):
+            kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            kind = f"nested {kind}" if isinstance(tensor, Tensor) and tensor.is_nested else kind
+            raise ShapeError(
+                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first."
+            )
+        if tensor.device != x.device:
+            raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
+    if weight.ndim != 2:
+        raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
+    n, k = weight.shape
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ShapeError(f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.")
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
+        raise ShapeError(f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].")
+    raise AssertionError(f"linear: nothing is wrong with x {list(x.shape)}, weight {list(weight.shape)}")

@@ -1,0 +1,39 @@
+"""The casts of a Linear's weight that serve a whole optimizer step, made before its first forward, for CUDA graphs that share them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.nn.caches import WeightCache
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.operands import Casts, find
+from narrowgauge.nn.rotation import Rotation
+
+
+def keeps_casts(layer: QLinear) -> bool:
+    """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
+    if layer.recipe is None or layer.is_suspended or layer.steps is not None or layer.carried is not None:
+        return False
+    return any(layer.plan(layer.weight.device).w.serves_a_step)
+
+
+def cast_weight(layer: QLinear) -> Casts:
+    """Made now; empty where `keeps_casts` is false."""
+    cache = WeightCache()
+    weight: Tensor = layer.weight
+    if type(weight).__name__ == "DTensor":
+        from narrowgauge.nn.sharded import plain
+
+        weight = plain(weight)
+    if not keeps_casts(layer):
+        return cache.casts
+    with torch.no_grad():
+        context = layer.context(weight, cache)
+        operand, plan = find("w", weight, context, (True, True), layer.amax_state("w")), context.plan.w
+        rows, cols = plan.serves_a_step
+        if rows:
+            operand.rows(Rotation.draw(plan.rows_rotate, weight))
+        if cols and layer.recipe is not None and layer.recipe.backward == "recast":
+            operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
+    return cache.casts

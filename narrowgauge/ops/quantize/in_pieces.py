@@ -1,0 +1,48 @@
+"""The definition of `quantize` piece by piece (ops/pieces.py), with the same bits: scales first, then the codes of each piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops.pieces import cuts
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Current, Window
+from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import Key
+
+
+def slices_of(x: Tensor, cast: Cast) -> list[slice]:
+    """Of x's rows, such that no tile is cut but one of all rows, whose largest magnitude is that of its parts."""
+    of_columns = cast.tile[0] == WHOLE and cast.tile[1] != WHOLE
+    if of_columns and not isinstance(cast.calibrate, Current | Window):
+        return [slice(0, x.shape[0])]
+    return cuts(x, max(cast.tile[0], 1))
+
+
+def work(
+    definition: tuple[Callable[..., Any], ...], slices: Sequence[slice], x: Tensor, cast: Cast, given: Tensor | None,
+    noise: Tensor | Key | None, expand: torch.dtype | None,
+) -> QTensor:  # fmt: skip
+    """x in codes. definition: the parts of that of a whole tensor. given: the amax of each tile, or None."""
+    calibrated_amax, filled, amax, scales, encoded = definition
+    if given is None and cast.tile == (WHOLE, WHOLE):
+        given = calibrated_amax(x, cast)
+    elif given is None:
+        given = torch.cat([amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices])
+        given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
+    scale, global_scale = scales(given, cast)
+    parts = []
+    for each in slices:
+        piece, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
+        own = scale if cast.tile[0] == WHOLE else scale[each.start // height : -(-each.stop // height)]
+        some = noise[each] if isinstance(noise, Tensor) else noise and noise.after(each.start * x.shape[1])
+        full = filled(piece, cast.tile)
+        parts.append(encoded(full, tuple(piece.shape), own, global_scale, cast, some, expand))
+    data = torch.cat(parts)
+    return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale, checked=True)

@@ -1,0 +1,52 @@
+"""A rank's share of a counted step: what is cut, and what copies hold all the time; beside what ranks really allocate."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import planned_ranks
+from narrowgauge.plan.forecast import Forecast
+from narrowgauge.plan.moments import Moment
+from narrowgauge.plan.sharding import divided
+from tests.distributed.conftest import ranks  # noqa: F401
+
+MIB = 2**20
+
+
+def moment(phase, **parts):
+    named = {tuple(name.split("/")) if "/" in name else (name, ""): size for name, size in parts.items()}
+    total = sum(named.values())
+    return Moment(
+        step=2, micro_batch=1, phase=phase, alive=total, end=total, allocated=total, reserved=total, parts=named, module=""
+    )  # fmt: skip
+
+
+def of(*moments, **more):
+    return Forecast(moments=moments, counted="", reserved=0, reserved_error=0.1, on_gpu=True, **more)
+
+
+def test_copies_hold_all_gradients_from_step_to_step():
+    """As views of DistributedDataParallel's buckets: also where the next forward pass is at its largest."""
+    whole = of(moment("head", weights=10 * MIB, saved=7 * MIB), moment("step", weights=10 * MIB, gradients=10 * MIB))
+    copy = divided(whole, 4, copies=2)
+    assert whole.allocated == 20 * MIB and copy.allocated == 27 * MIB and copy.top.phase == "head"
+    assert copy.parts()["gradients"] == 10 * MIB and copy.allocated_error == whole.allocated_error
+    assert divided(whole, 4) is whole
+
+
+def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residuals():
+    saved = {"saved/mlp.up_proj": 8 * MIB, "saved/input_layernorm": 3 * MIB, "saved/model.layers.1": 2 * MIB}
+    whole = of(
+        moment("head", weights=40 * MIB, **saved), block_weights=8 * MIB, head_weights=4 * MIB
+    )  # 4 blocks, the head, and an embedding of the same size
+    rank = divided(whole, 4, tp=2)
+    assert rank.parts()["weights"] == 40 * MIB - (4 * 8 + 4) * MIB // 2
+    assert rank.saved() == {"mlp.up_proj": 4 * MIB, "input_layernorm": 3 * MIB, "model.layers.1": 2 * MIB}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "within"), [("dp=2", 0.005), ("fsdp=2", 0.01), ("tp=2", 0.02)])
+def test_planned_is_what_a_rank_allocates(ranks, layout, within, tmp_path):  # noqa: F811
+    config = planned_ranks.settings(tmp_path, layout, **planned_ranks.RUNS["plain"])
+    most = max(ranks(2)(planned_ranks.allocated, config))
+    assert planned_ranks.planned(config) == pytest.approx(most, rel=within)
