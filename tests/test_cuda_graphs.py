@@ -18,6 +18,7 @@ from narrowgauge.cuda_graphs import GraphedStep, Graphs, Part, make_capturable, 
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.nn import plan
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
 from tests.compare import assert_same
 
 CPU = torch.device("cpu")
@@ -158,7 +159,7 @@ def test_a_step_with_another_number_of_micro_batches_computes_with_the_weights_o
 def test_casts_of_a_step_do_not_ask_for_the_version_of_the_weight():
     """A graph changes the weight behind the host's back; and what is not among the casts is built anew each time."""
     layer = QLinear(32, 48, recipe="fp8-row")
-    casts = layer.cast_weight()
+    casts = cast_weight(layer)
     assert casts.rows is not None and casts.cols is not None
     x = torch.randn(4, 32)
     before = layer(x)
@@ -184,14 +185,14 @@ def test_casts_made_ahead_are_those_that_the_layer_makes(recipe):
         torch.manual_seed(1)
         layer.zero_grad()
         if ahead:
-            layer.take_casts(layer.cast_weight())
+            layer.take_casts(cast_weight(layer))
         given = x.clone().requires_grad_()
         y = layer(given)
         y.square().sum().backward()
         results.append([y.detach(), given.grad, layer.weight.grad.clone()])
         layer.empty_cache()
     assert_same(*results)
-    assert layer.cast_weight().is_empty != layer.keeps_casts
+    assert cast_weight(layer).is_empty != keeps_casts(layer)
 
 
 def test_one_graph_per_shape_after_the_warm_up():

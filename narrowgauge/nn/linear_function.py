@@ -25,7 +25,7 @@ from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, colu
 from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.operands import KINDS, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
-from narrowgauge.nn.rotation import Rotation
+from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Recipe
 
@@ -42,7 +42,7 @@ class LinearFunction(torch.autograd.Function):
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
         keeper = None if is_compiling() else KEEPER.get()
         y: Tensor | None = None if keeper is None else keeper.begin()  # kept of the pass that is repeated
-        rotation = Rotation.draw(plan.recipe.output.rotate, x, context.stream, "output")
+        rotation = NONE if (h := plan.recipe.output.rotate) is None else Rotation.draw(h, x, context.stream, "output")
         x_operand = find("x", x, context, wants, x_state)
         lhs = x_operand.rows(rotation) if y is None or x_operand.rows_matter else x
         kept = x_operand.saved()
@@ -65,7 +65,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         context, wants, saved, asked = ctx.context, ctx.wants, ctx.saved_tensors, asked_for(ctx)
         plan: LinearPlan = context.plan
-        recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
+        recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.stream
         x = plan.x.kind(None, plan.x, context, wants, None)
         x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
@@ -74,14 +74,14 @@ class LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = x_step = w_step = None
 
         if wants[0]:
-            rotation = Rotation.draw(recipe.grad_input.rotate, gy, context.stream, "grad_input")
+            rotation = NONE if (h := recipe.grad_input.rotate) is None else Rotation.draw(h, gy, stream, "grad_input")
             d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
         if wants[1]:
-            rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
+            turn = NONE if (h := recipe.grad_weight.rotate) is None else Rotation.draw(h, gy.T, stream, "grad_weight")
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
-            d = _gradient("grad_weight", g.cols(rotation, x), x.cols(rotation, g), context, dtype)
+            d = _gradient("grad_weight", g.cols(turn, x), x.cols(turn, g), context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d if d.dtype == dtype else d.to(dtype)
         grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
