@@ -101,7 +101,10 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         pair = comparison.peak_bytes if comparison else None
         size = format_text.size_parts(peak)
         apart = f"; that of {comparison.reference_name} was not measured" if comparison else ""
-        yield card("Peak memory", *size, note(pair, format_text.size, f"largest of all steps{apart}"))
+        words = note(pair, format_text.size, f"largest of all steps{apart}")
+        if comparison and recorded.run.get("device_type") == "cpu":
+            words = "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
+        yield card("Peak memory", *size, words)
 
 
 def unit(recorded: Recorded) -> str:

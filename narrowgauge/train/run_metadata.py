@@ -160,6 +160,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(trainer.device),
+        "device_type": trainer.device.type,
         "threads": torch.get_num_threads(),
         "ranks": trainer.ranks.world,
         "parallel": str(trainer.parallel.layout),
