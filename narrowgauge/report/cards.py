@@ -103,7 +103,9 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         apart = f"; that of {comparison.reference_name} was not measured" if comparison else ""
         words = note(pair, format_text.size, f"largest of all steps{apart}")
         if comparison and recorded.run.get("device_type") == "cpu":
-            words = "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
+            words = (
+                "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
+            )
         yield card("Peak memory", *size, words)
 
 
