@@ -118,7 +118,8 @@ DATA = {
 RUN = record(
     {},
     {
-        **dict.fromkeys(("narrowgauge", "torch", "python", "device", "device_type", "started_at", "recipe", "precision", "task", "best", "loss"), text),
+        **dict.fromkeys(("narrowgauge", "torch", "python", "device", "device_type", "started_at", "recipe", "precision"), text),
+        **dict.fromkeys(("task", "best", "loss"), text),
         **dict.fromkeys(("command", "memory", "fused", "weight_casts"), listed(text)),
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
