@@ -102,7 +102,7 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         size = format_text.size_parts(peak)
         apart = f"; that of {comparison.reference_name} was not measured" if comparison else ""
         words = note(pair, format_text.size, f"largest of all steps{apart}")
-        if comparison and recorded.run.get("device_type") == "cpu":
+        if pair and pair.ratio and recorded.run.get("device_type") == "cpu":
             words = (
                 "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
             )
