@@ -99,7 +99,8 @@ def test_losses_start_at_the_uniform_guess_and_fall(full):
 def test_run_json_follows_the_contract(full):
     run = json.loads(Path(full.output, "run.json").read_text("utf-8"))
     assert set(run) == {
-        "narrowgauge", "torch", "python", "device", "device_type", "threads", "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
+        "narrowgauge", "torch", "python", "device", "device_type", "threads",
+        "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
         "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks", "float32", "freed_memory",
     }  # fmt: skip
