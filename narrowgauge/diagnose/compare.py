@@ -94,7 +94,8 @@ class Comparison:
             sentences.append(self._about_validation(self.validation))
         if self.tail is not None:
             sentences.append(
-                "This is one pair of runs with one seed: it cannot show how much another seed, or rounding alone, would change."
+                "This is one pair of runs with one seed: it cannot show how much another seed, or rounding alone, would change. "
+                "`narrowgauge study` tells it over seeds."
             )
         if self.training_finding in ("noise", "higher", "lower") and not self.unpaired:
             sentences.append(
