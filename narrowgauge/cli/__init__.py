@@ -8,8 +8,10 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, OutOfMemoryError, StorageError, closest
 
@@ -76,9 +78,19 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     """Calls a verb with these arguments alone, or prints its help: its signature defines the flags, its docstring the help."""
-    from cyclopts import App, CycloptsError, Group
+    from cyclopts import App, CycloptsError, Group, Parameter, convert
 
-    app = App(name=f"narrowgauge {verb}", help_format="plaintext", version_flags=[], result_action="return_value")
+    def strictly(type_: Any, tokens: Sequence[Any]) -> Any:
+        """As cyclopts, which would make 6 of 5.5."""
+        texts = [token.value for token in tokens]
+        if type_ is int and not all(re.fullmatch(r"[-+]?\d{1,40}", text) for text in texts):
+            raise ValueError(f"{' '.join(texts)!r} is not a whole number")
+        return convert(type_, texts)
+
+    app = App(
+        name=f"narrowgauge {verb}", help_format="plaintext", version_flags=[], result_action="return_value",
+        default_parameter=Parameter(converter=strictly),
+    )  # fmt: skip
     app["--help"].group = Group("hidden", show=False)
     app.default(function)
     try:

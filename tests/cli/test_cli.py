@@ -419,3 +419,11 @@ def test_other_verbs_refuse_what_they_do_not_know(capsys, verb):
     assert cli.main([verb, "--fro", "x"]) == 2
     assert "Unknown option: --fro" in capsys.readouterr().err
     assert cli.main([verb, "a", "b"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["debug", "r", "--at", "5.5"], ["blame", "r", "--at", "1e1"], ["evaluate", "r", "--limit", "2.0"]]
+)
+def test_no_verb_rounds_a_number(arguments, capsys):
+    assert cli.main(arguments) == 2
+    assert f"Invalid value for {arguments[2]}: {arguments[3]!r} is not a whole number." in capsys.readouterr().err

@@ -72,6 +72,8 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
         raise ConfigError(
             f"limit = {asked.limit}, batch_size = {asked.batch_size}: must be at least 0 and 1. Leave them out, or raise them."
         )
+    if asked.limit and not asked.tasks:
+        raise ConfigError(f"limit = {asked.limit}: is of examples of lm-eval's tasks, and none is named. Leave it out.")
     saved = SavedRun.open(run, chosen_device(asked.device))
     paths = saved.paths(asked.checkpoints)
     if asked.tasks and saved.config.task not in WRITING:

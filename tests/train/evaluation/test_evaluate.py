@@ -154,6 +154,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
     [
         (Asked(dtype="float61"), "is not one of bfloat16"),
         (Asked(limit=-1), "at least 0"),
+        (Asked(limit=3), "and none is named"),
         (Asked(checkpoints="4,5"), "There are 4, 8, 12"),
         (Asked(checkpoints="best"), "There are 4, 8, 12"),
         (Asked(tasks=("nowhere.yaml",)), "No such file"),
