@@ -14,7 +14,7 @@ does, with skip, a request to stop. Several ranks judge together, each with its 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,17 +143,16 @@ class SpikeWatch(Watch):
 
     def _skip(self, numbers: list[int]) -> None:
         """Back to the newest checkpoint, without these batches and those that were left out before."""
-        before = self.trainer.feed.left_out
-        self._go_back()
-        self.trainer.feed.leave_out([*before, *numbers])
+        self._go_back([*self.trainer.feed.left_out, *numbers])
 
-    def _go_back(self) -> None:
-        """The newest checkpoint becomes the run."""
+    def _go_back(self, left_out: Sequence[int] = ()) -> None:
+        """The newest checkpoint becomes the run, from there on without these batches: a check of the guard that had them is dropped."""
         trainer, found = self.trainer, self._newest()
         assert found is not None  # it was there to judge by
         steps = trainer.step - found.step
         trainer.optimizer.zero_grad()
         trainer.take_up(found)
+        trainer.feed.leave_out(left_out)
         trainer.watch.restore(found.facts)
         trainer.saved_step = found.step
         if trainer.decision is not None:

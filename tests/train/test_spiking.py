@@ -91,8 +91,9 @@ def test_a_window_that_saturates_is_said_to_be_the_format(make, saturating):
 @pytest.mark.parametrize(("checkpoint_every", "begun"), [(20, [45, 90]), (23, [45])])
 def test_a_check_of_the_guard_that_saw_the_batch_is_dropped(make, corrupt, checkpoint_every, begun):
     """The run goes back to before the check, or into it: its steps in BF16 had the batch that is left out."""
-    settings = {**LONG, "checkpoint_every": checkpoint_every, "guard": "every=45,steps=8,margin=5%,then=stay"}
-    config = make("run", recipe="fp8-delayed", on_spike="skip", **settings)
+    guard = "every=45,steps=8,margin=5%,then=stay"
+    settings = {**LONG, "recipe": "fp8-delayed", "checkpoint_every": checkpoint_every, "guard": guard}
+    config = make("run", on_spike="skip", **settings)
     assert loop.run(config) == 0
     assert [event["left_out"] for event in spikes(config)] == [[PLANTED]]
     found = tiny.events(Path(config.output), "guard")
