@@ -445,7 +445,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         return
     from narrowgauge.nn.linear_refusals import refuse
 
-    refuse(x, weight, bias)
+    refuse(x, weight, bias, _FLOATS)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -10,10 +10,8 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import ConfigError, ShapeError
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-
-def refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> NoReturn:
+def refuse(x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.dtype, ...]) -> NoReturn:
     """Raises ConfigError for what torch does around the Linear, ShapeError for what it was given."""
     if not is_compiling():
         if torch._C._are_functorch_transforms_active():
@@ -31,7 +29,7 @@ def refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> NoReturn:
             continue
         if (
             not isinstance(tensor, Tensor)
-            or tensor.dtype not in FLOATS
+            or tensor.dtype not in floats
             or tensor.layout != torch.strided
             or tensor.is_nested
         ):

@@ -255,7 +255,9 @@ class Guard(Watch):
             self.trainer.stages = self._stages(*switched)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        self.running = None
+        if self.first is not None:
+            self.first.close()
+        self.running = self.first = None
         if not (known := known_of(facts)):
             return
         self.switched = known["switched"] and tuple(known["switched"])
@@ -265,9 +267,6 @@ class Guard(Watch):
         self.evidence.load_state_dict(known["checks"])
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
-        if self.first is not None:
-            self.first.close()
-        self.running = self.first = None
         if known["running"]:
             self.running = Running.of(known["running"], terms(self.trainer, self.settings))
         if known["running"] and self.running is None:
