@@ -1,13 +1,17 @@
 """Does a model learn less from batches by length, and why? One plain loop, the orders of its batches side by side.
 
     python -m benchmarks.batch_order [--tasks question-answering] [--seeds 0 1 2 3 4]
+    python -m benchmarks.batch_order --tasks multi30k --data MULTI30K_FOLDER --rows 8000 --steps 500 --learning-rate 3e-3 --batch-size 32
 
     shuffled    at random
     length      by length: `data.plan` without strata
+    constant    as `length`, but the loss of a step is divided by the targets of a mean step: no target weighs more than another
     stratified  by length, every batch with the data's share of each label: `data.plan` with `examples.strata`
     shares      at random, but with as many examples of each stratum in a batch as `length` has: its labels without its lengths
 
-Made data (`made_tasks`, `plain_others`) and a BERT of two layers at random, for translation a Marian. float32, AdamW, 16 examples a step.
+Made data (`made_tasks`, `plain_others`) and a BERT of two layers at random, for translation a Marian. multi30k: English to German and the
+Marian of `study_translation`; multi30k-completion: the German as a Llama's completion of the English. float32, AdamW, 16 examples a step
+where nothing else is asked.
 loss: held out, at the end. swing: of the first stratum's share from batch to batch, its deviation over that of the binomial distribution.
 A plain loop without narrow products: it is about data alone.
 """
@@ -28,7 +32,8 @@ from benchmarks.harness import RESULTS, record
 from benchmarks.paired import Experiment, markdown, summarize
 from benchmarks.tasks_beside_trainer import TAGS, verdict
 
-ORDERS = ("shuffled", "length", "stratified", "shares")
+ORDERS = ("shuffled", "length", "constant", "stratified", "shares")
+REAL = ("multi30k", "multi30k-completion")
 METRICS = ("loss", "swing", "padding", "processor_s")
 
 
@@ -38,15 +43,22 @@ def main() -> None:
         orders = [
             order
             for order in options.orders
-            if order not in ORDERS[2:] or task not in ("tagging", "multiple-choice", "translation")
+            if order not in ORDERS[3:] or task not in ("tagging", "multiple-choice", "translation", *REAL)
         ]
-        settings = {"task": task, "steps": options.steps, "rows": options.rows, "learning_rate": options.learning_rate}
+        settings = {
+            "task": task, "steps": options.steps, "rows": options.rows, "learning_rate": options.learning_rate,
+            "batch_size": options.batch_size, "data": str(options.data or ""),
+        }  # fmt: skip
         experiment = Experiment(
-            run, orders, options.seeds, settings, options.output / f"{task}-{options.steps}-{options.learning_rate}"
+            run,
+            orders,
+            options.seeds,
+            settings,
+            options.output / f"{task}-{options.steps}-{options.learning_rate}-{options.batch_size}",
         )
         rows = summarize(experiment.results(1), METRICS, orders[0])
         for row in rows:
-            row |= {"task": task, "settings": settings} | {
+            row |= {"task": task, "settings": settings | {"data": Path(settings["data"]).name}} | {
                 "interval": verdict(task, row["loss_differences"])["interval"]
             }
         record(
@@ -55,25 +67,32 @@ def main() -> None:
         print(f"{task}\n{markdown(rows, METRICS)}\n95 %: {[row['interval'] for row in rows]}", flush=True)
 
 
-def run(order: str, seed: int, task: str, steps: int, rows: int, learning_rate: float) -> dict[str, float]:
+def run(
+    order: str, seed: int, task: str, steps: int, rows: int, learning_rate: float, batch_size: int, data: str
+) -> dict[str, float]:
     import torch
 
     from narrowgauge import data as tables
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        model, train, held, tokenizer = prepared(task, seed, rows, Path(name))
-        batches = ordered(order, train, seed, steps)
+        model, train, held, tokenizer = prepared(task, seed, rows, Path(name), data)
+        batches = ordered(order, train, seed, steps, batch_size)
         collate = tables.Collator(pad_id=tables.pad_id_of(tokenizer), multiple=8)
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2
         )
+        targets = np.asarray(
+            [tables.count_targets([collate([train[place]])], train.kind) for place in range(len(train))]
+        )
+        mean = float(targets.mean()) * len(batches[0])
         positions, began = 0, time.process_time()
         for places in batches:
             batch = collate([train[place] for place in places])
             positions += batch["input_ids"].numel()
-            tables.step_loss(model, batch, train.kind, tables.count_targets([batch], train.kind)).backward()
+            count = mean if order == "constant" else tables.count_targets([batch], train.kind)
+            tables.step_loss(model, batch, train.kind, count).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -90,7 +109,7 @@ def run(order: str, seed: int, task: str, steps: int, rows: int, learning_rate: 
         return found | {"swing": _swing(batches, train.strata)}
 
 
-def ordered(order: str, train: Any, seed: int, steps: int, size: int = 16) -> list[list[int]]:
+def ordered(order: str, train: Any, seed: int, steps: int, size: int) -> list[list[int]]:
     """The examples of each step, epoch after epoch."""
     from narrowgauge.data import Batching, plan
 
@@ -119,16 +138,24 @@ def _swing(batches: list[list[int]], strata: Any) -> float:
     return float(np.std([first[places].mean() for places in full]) / math.sqrt(share * (1 - share) / len(full[0])))
 
 
-def prepared(task: str, seed: int, rows: int, place: Path) -> tuple[Any, Any, Any, Any]:
+def prepared(task: str, seed: int, rows: int, place: Path, folder: str) -> tuple[Any, Any, Any, Any]:
     """The model, the examples of both sides, and the tokenizer."""
-    from benchmarks import plain_others, plain_trainer
+    import torch
+
+    from benchmarks import plain_others, plain_trainer, study_translation
     from narrowgauge import data
 
     settings = {"rows": rows, "held_out": 400}
-    if task in ("regression", "translation"):
+    auto: Any
+    if task in REAL:
+        torch.manual_seed(seed)
+        study_translation.prepare(Path(folder), place, rows)
+        model, train, held = place / "model", place / "train.jsonl", place / "val.jsonl"
+        auto = plain_others.AUTO["seq2seq"] if task == "multi30k" else _llama(model)
+    elif task in ("regression", "translation"):
         kind = "seq2seq" if task == "translation" else task
         model, train, held = plain_others.prepare(kind, place, seed, settings)
-        auto: Any = plain_others.AUTO[kind]
+        auto = plain_others.AUTO[kind]
     else:
         auto = plain_trainer.AUTO[task]
         names = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
@@ -137,9 +164,13 @@ def prepared(task: str, seed: int, rows: int, place: Path) -> tuple[Any, Any, An
         held = made_tasks.write(place / "held.jsonl", task, 400, 1)
     columns: Any = {
         "question-answering": data.Questions(stride=8), "tagging": data.Tagging(tags=TAGS), "multiple-choice": data.Choices(),
-        "regression": data.Regression(), "translation": data.Seq2Seq(),
+        "regression": data.Regression(), "translation": data.Seq2Seq(), "multi30k": data.Seq2Seq(source="en", target="de"),
+        "multi30k-completion": data.Completion(prompt="en", completion="de"),
     }[task]  # fmt: skip
-    limits = data.Limits(max_length=32 if task == "question-answering" else None)
+    limits = {
+        "question-answering": data.Limits(max_length=32), "multi30k": data.Limits(max_length=48, too_long="truncate"),
+        "multi30k-completion": data.Limits(max_length=96, too_long="truncate"),
+    }.get(task, data.Limits())  # fmt: skip
     tokenizer = data.load(model)
     sides = [
         data.prepare_examples(side, columns, tokenizer, cache=place / "cache", limits=limits) for side in (train, held)
@@ -147,10 +178,26 @@ def prepared(task: str, seed: int, rows: int, place: Path) -> tuple[Any, Any, An
     return auto.from_pretrained(model), sides[0], sides[1], tokenizer
 
 
+def _llama(folder: Path) -> Any:
+    """A Llama at random in place of the folder's model, and the class that reads it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sizes = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(sizes).save_pretrained(folder)
+    return AutoModelForCausalLM
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.batch_order", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     tasks = ["question-answering", "regression", "tagging", "multiple-choice", "translation"]
-    parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks)
+    parser.add_argument("--tasks", nargs="+", choices=[*tasks, *REAL], default=tasks)
+    parser.add_argument("--data", type=Path, help="for multi30k: the folder with train.en, train.de, val.en and val.de")
+    parser.add_argument("--batch-size", type=int, default=16, help="examples of a step")
     parser.add_argument(
         "--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="the first is the reference of the pairs"
     )

@@ -20,6 +20,7 @@ import numpy as np
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.plan import runs
 from narrowgauge.data.rows import PaddingReport, Waste, round_up, width_of
 from narrowgauge.data.stored import GROUP, GROUPS, Stored, group_of
 from narrowgauge.data.tables import Record, refuse_half_a_pair
@@ -166,6 +167,7 @@ def padding_of(
     widths: tuple[int, ...],
     multiple: int,
     tokens_multiple: int,
+    micro_batches: int = 1,
 ) -> PaddingReport:
     """As a plan reports it, with every choice a row. steps[step][rank]: the examples of a batch."""
     longest, counts, tokens = Choices.lengths(stored), choices_of(stored), stored.sizes("input_ids")
@@ -179,9 +181,10 @@ def padding_of(
             sum(int(counts[part].sum()) * wide(int(longest[part].max()), int(counts[part].sum())) for part in parts),
         )
 
+    cut = [run for batch in batches for run in runs(batch, micro_batches)]
     mixed = np.array_split(np.random.default_rng(0).permutation(drawn), max(1, len(batches))) if batches else []
     return PaddingReport(
         fixed=waste([drawn] if len(drawn) else [], lambda size, rows: round_up(size, multiple)),
         shuffled=waste([part for part in mixed if len(part)], lambda size, rows: round_up(size, multiple)),
-        planned=waste(batches, lambda size, rows: width_of(size, rows, widths, tokens_multiple)),
+        planned=waste(cut, lambda size, rows: width_of(size, rows, widths, tokens_multiple)),
     )

@@ -3,9 +3,11 @@
     widths    at most `classes` of them, chosen from the lengths (see `rows`); an example's class is the smallest that holds it
     order     examples shuffled, then sorted by class, the widest first
               and with `strata`, groups of labels, so that every batch has their shares of the data (see `strata`)
+              or, with order "shuffled", not sorted: a step is a random sample, and only what it is cut into has one length
     cut       a step takes the next rows x world examples; rows = batch_size, or as many as `token_budget` holds at the width of
-              the first. The next narrower class fills up a class that runs out, so only one step is ragged
-    ranks     every world-th example of the step: all ranks of a step have the same width and work
+              the widest. The next narrower class fills up a class that runs out, so only one step is ragged
+    ranks     every world-th example of the step: all ranks of a step have the same width and work. A step of several widths is
+              sorted, the widest first, so that micro-batches, which are runs of it, are of about one
     shuffle   the steps, so that lengths do not drift through the epoch; the step with the most positions goes first, so that
               running out of memory shows at once
 
@@ -13,7 +15,8 @@ Packed rows are planned in the same way, with the sum of their examples as lengt
 row does, each example gets its own row.
 
 Nothing is lost or duplicated unless `ragged` says so. Every rank computes the same plan; the state is (epoch, step). Lengths within a
-step are not distributed as in the data: normalize the loss by targets (see `targets`), or short examples weigh more than long ones.
+step are not distributed as in the data, unless it is shuffled: normalize the loss by targets (see `targets`), or short examples weigh more
+than long ones.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -49,6 +53,7 @@ class Batching:
                      in each epoch), "repeat" fills the step with earlier examples of the epoch
     too_long         examples above the budget: "error", or "skip", which the plan counts
     stratify         every batch has the data's share of each stratum, where strata are given
+    order            "length": the examples of a step are of one width. "shuffled": a step is a random sample
     """
 
     batch_size: int | None = None
@@ -62,6 +67,7 @@ class Batching:
     ragged: Literal["smaller", "drop", "repeat"] = "smaller"
     too_long: Literal["error", "skip"] = "error"
     stratify: bool = True
+    order: Literal["length", "shuffled"] = "length"
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.token_budget is None):
@@ -75,7 +81,9 @@ class Batching:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ConfigError(f"batching: {name} {value} is not a power of two. Pass 8 or 16, or 1 for none.")
-        for name, known in (("ragged", ("smaller", "drop", "repeat")), ("too_long", ("error", "skip"))):
+        for name, known in (
+            ("ragged", ("smaller", "drop", "repeat")), ("too_long", ("error", "skip")), ("order", ("length", "shuffled")),
+        ):  # fmt: skip
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.")
         if self.row_length is not None and self.row_length % self.tokens_multiple:
@@ -136,12 +144,14 @@ def plan(
     *,
     among: Sequence[int] | Indices | None = None,
     strata: Indices | None = None,
+    micro_batches: int = 1,
 ) -> Plan:
     """The batches of one epoch; see the top of this file.
 
     lengths  tokens of each example
     among    the examples to plan; None means all. The widths always come from all lengths
     strata   of each example the group of its label, [N]; None: all in one
+    micro_batches  runs of about equal size that a rank's batch is cut into; only `padding` depends on it
 
     O(N log N); on one core 1.5 s per million examples padded, 5 s packed. Raises DataError for an example without tokens, or
     longer than the budget (unless too_long is "skip"); ConfigError if there are fewer examples than ranks, or strata of packed rows.
@@ -156,15 +166,19 @@ def plan(
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
     rows, tokens, widths, alone = _rows(sizes, chosen, sizes[fitting], batching, epoch)
     groups = _groups(strata, len(sizes), batching)
-    order, width = _by_class(tokens, widths, None if groups is None else groups[chosen])
-    parts, dropped = _cut(np.maximum.accumulate(width[::-1])[::-1].tolist(), batching)  # none behind is wider
+    order, width = _ordered(tokens, widths, None if groups is None else groups[chosen], batching.order == "shuffled")
+    parts, dropped = _cut(width, batching)
     items, world = [rows[place] for place in order], batching.world
-    if groups is not None:  # the ranks of a step, and micro-batches that are cut from it, are of one width
+    if (
+        groups is not None or batching.order == "shuffled"
+    ):  # ranks, and micro-batches that are cut from them, are of one width
         parts = [sorted(part, key=lambda place: -width[place]) for part in parts]
     ranks = [[part[rank::world] for rank in range(world)] for part in parts]
     steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
     drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
     shapes = [[batching.shape(max(width[place] for place in batch), len(batch)) for batch in step] for step in ranks]
+    cut = [batching.shape(max(width[place] for place in run), len(run))[0]
+           for step in ranks for batch in step for run in runs(batch, micro_batches)]  # fmt: skip
     planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
     batches = max(1, sum(map(len, shapes)))
     return Plan(
@@ -173,7 +187,7 @@ def plan(
         PaddingReport(
             fixed=dynamic_waste(planned, max(1, len(planned)), batching.multiple),
             shuffled=dynamic_waste(shuffled, max(1, len(drawn) // batches), batching.multiple),
-            planned=Waste(int(sizes[drawn].sum()), sum(positions for step in shapes for positions, _ in step)),
+            planned=Waste(int(sizes[drawn].sum()), sum(cut)),
         ),
         skipped,
         dropped=list(examples_of([items[place] for place in dropped])),
@@ -244,7 +258,7 @@ def _packed(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
 
 def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> int:
     """Positions of rows with these tokens, batched for one rank without leaving any out."""
-    width = _by_class(tokens, widths)[1]
+    width = _ordered(tokens, widths)[1]
     parts, _ = _cut(width, replace(batching, ragged="smaller", world=1))
     return sum(batching.shape(width[part[0]], len(part))[0] for part in parts)
 
@@ -261,30 +275,43 @@ def _groups(strata: Indices | None, count: int, batching: Batching) -> Indices |
     return np.asarray(strata, dtype=np.int64)
 
 
-def _by_class(tokens: Indices, widths: tuple[int, ...], strata: Indices | None = None) -> tuple[list[int], list[int]]:
-    """(indices of the rows from the widest class to the narrowest, of each stratum in step, width of each)."""
+def _ordered(
+    tokens: Indices, widths: tuple[int, ...], strata: Indices | None = None, shuffled: bool = False
+) -> tuple[list[int], list[int]]:
+    """(indices of the rows, width of each): from the widest class to the narrowest or as given, of each stratum in step."""
     classes = np.searchsorted(widths, tokens)
-    order = np.argsort(-classes, kind="stable") if strata is None else stratified(classes, strata)
+    keys = np.zeros_like(classes) if shuffled else classes
+    order = np.argsort(-keys, kind="stable") if strata is None else stratified(keys, strata)
     return order.tolist(), [widths[each] for each in classes[order].tolist()]
 
 
 def _cut(width: list[int], batching: Batching) -> tuple[list[Sequence[int]], Sequence[int]]:
-    """(the places of each step, those dropped) of rows with these descending widths."""
+    """(the places of each step, those dropped) of rows with these widths."""
     world, start = batching.world, 0
     parts: list[Sequence[int]] = []
-    while start < len(width) and (take := batching.rows(width[start]) * world) <= len(width) - start:
+    while start < len(width) and (take := _rows_of_step(width, start, batching) * world) <= len(width) - start:
         parts.append(range(start, start + take))
         start += take
     tail = range(start, len(width))
     if not tail or batching.ragged == "drop":
         return parts, tail
+    widest = max(width[start:])
     if batching.ragged == "repeat":
-        missing = batching.rows(width[start]) * world - len(tail)
+        missing = batching.rows(widest) * world - len(tail)
         again = range(max(0, start - missing), start) or tail
         return [*parts, [*tail, *(again[place % len(again)] for place in range(missing))]], ()
     if len(tail) < world and parts:
         tail = range(parts.pop()[0], len(width))
-    return [*parts, *_smaller(tail, width[tail[0]], batching)], ()
+        widest = max(width[tail[0] :])
+    return [*parts, *_smaller(tail, widest, batching)], ()
+
+
+def _rows_of_step(width: list[int], start: int, batching: Batching) -> int:
+    """Rows of each rank in the step that begins there: no more than fit at the width of the widest among them."""
+    rows, budget = batching.rows(width[start]), batching.token_budget or sys.maxsize
+    while batching.shape(widest := max(width[start : start + rows * batching.world]), rows)[0] > budget:
+        rows = min(batching.rows(widest), rows - 1)
+    return rows
 
 
 def _smaller(tail: range, width: int, batching: Batching) -> Iterator[range]:
@@ -316,6 +343,13 @@ def _shuffled(largest: list[tuple[int, int]], seed: int, epoch: int) -> list[int
         worst = order.index(max(order, key=lambda place: largest[place]))
         order[0], order[worst] = order[worst], order[0]
     return order
+
+
+def runs(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """`items` in at most `parts` runs of nearly equal length, none empty: the micro-batches of a batch."""
+    parts = min(len(items), parts)
+    bounds = [len(items) * place // parts for place in range(parts + 1)]
+    return [items[start:stop] for start, stop in pairwise(bounds)]
 
 
 def examples_of(batch: Sequence[Item]) -> Iterator[int]:

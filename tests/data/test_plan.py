@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.plan import Batching, examples_of, plan
+from narrowgauge.data.plan import Batching, examples_of, plan, runs
 from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
 from narrowgauge.data.sorted_order import restore_order, sorted_batches
 from narrowgauge.data.strata import strata_of
@@ -348,6 +348,62 @@ def test_strata_pad_less_than_shuffling_and_their_ranks_are_of_one_width():
     assert by_length.padding.planned.percent < found.padding.planned.percent < 0.75 * found.padding.shuffled.percent
     widths = [{shape(lengths, batch, found.widths)[1] for batch in step} for step in found.steps]
     assert sum(len(each) > 1 for each in widths) < len(widths) / 10
+
+
+@given(
+    lengths=LENGTHS, world=st.integers(1, 3), micro_batches=st.integers(1, 4), multiple=st.sampled_from([1, 8]),
+    labels=st.none() | st.lists(st.integers(0, 5), min_size=150, max_size=150),
+)  # fmt: skip
+@pytest.mark.parametrize("form", FORMS)
+def test_shuffled_steps_lose_nothing_and_keep_to_the_budget(form, lengths, world, micro_batches, multiple, labels):
+    """And count the padding of their micro-batches as the collator makes it."""
+    sizes, batching = np.array(lengths), batching_of(form, world=world, multiple=multiple, order="shuffled")
+    labels = None if labels is None or form == "packed" else strata_of(np.array(labels[: len(lengths)]), sizes)
+    try:
+        found = plan(sizes, batching, strata=labels, micro_batches=micro_batches)
+    except ConfigError as error:
+        assert world > 1 and "do not go round" in str(error)
+        return
+    assert sorted(drawn(found)) == list(range(len(lengths)))
+    batches = [batch for step in found.steps for batch in step]
+    if form != "batch_size":
+        assert all(shape(sizes, batch, found.widths)[0] <= 512 for batch in batches)
+    cut = [shape(sizes, run, found.widths)[0] for batch in batches for run in runs(batch, micro_batches)]
+    assert found.padding.planned.positions == sum(cut)
+
+
+def test_a_shuffled_step_is_a_random_sample_of_which_micro_batches_have_one_length():
+    """Means of lengths scatter as those of random samples do; by length several times as much. Eight micro-batches pad little more."""
+    lengths = np.random.default_rng(0).integers(4, 100, 3200)
+
+    def scatter(found) -> float:
+        """Over that of the mean of 32 at random."""
+        return float(np.std([lengths[step[0]].mean() for step in found.steps]) / (lengths.std() / 32**0.5))
+
+    by_length = plan(lengths, Batching(batch_size=32))
+    whole, cut = (
+        plan(lengths, Batching(batch_size=32, order="shuffled"), micro_batches=micro_batches)
+        for micro_batches in (1, 8)
+    )
+    assert 0.75 < scatter(whole) < 1.25 and scatter(by_length) > 4
+    assert whole.steps == cut.steps  # micro-batches change the count of padding alone
+    assert by_length.padding.planned.percent < cut.padding.planned.percent < 16 < 40 < whole.padding.planned.percent
+    assert all(np.all(np.diff(np.searchsorted(whole.widths, lengths[step[0]])) <= 0) for step in whole.steps)
+
+
+def test_shuffled_steps_keep_the_shares_of_strata_too():
+    lengths, labels = tied_to_length()
+    strata = strata_of(labels, lengths)
+    steps = plan(lengths, Batching(batch_size=16, order="shuffled"), strata=strata).steps
+    shares = 16 * np.bincount(strata) / len(strata)
+    assert all(
+        abs(np.bincount(strata[step[0]], minlength=2) - shares).max() < 2 for step in steps if len(step[0]) == 16
+    )
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ConfigError, match=r"order 'random'\. Pass 'length' or 'shuffled'"):
+        Batching(batch_size=2, order="random")
 
 
 def test_one_stratum_and_none_are_one_plan():

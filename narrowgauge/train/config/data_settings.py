@@ -90,6 +90,9 @@ class DataSettings:
     packing: int = TASK(0, "causal-lm, tagging: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO,
         tasks=("causal-lm", *TAGS))
     length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
+    batch_order: str = TABLES("",
+        "length: examples of a step are of one length. shuffled: a step is a random sample, micro-batches are of about one length each. "
+        "Empty: shuffled where a model learns to write (causal-lm, seq2seq), else length.", OneOf(("", "length", "shuffled")))
     stratify: bool = TABLES(True, "Every batch has the data's share of each class, of answered windows, or of each quarter of a number.")
     pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
     epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)

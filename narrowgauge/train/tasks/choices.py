@@ -65,7 +65,9 @@ class ChoicesTask(TableTask):
     def epoch(self, number: int) -> data.Plan:
         plan, batching = super().epoch(number), self._batching
         steps: Any = plan.steps
-        padding = padding_of(self.train, steps, plan.widths, batching.multiple, batching.tokens_multiple)
+        padding = padding_of(
+            self.train, steps, plan.widths, batching.multiple, batching.tokens_multiple, self.config.micro_batches
+        )
         return replace(plan, padding=padding)
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:

@@ -1,4 +1,4 @@
-"""The batches of training of a table: by length, epoch after epoch, each cut into micro-batches. Other examples share `SampledFeed`.
+"""The batches of training of a table, by length or shuffled, each cut into micro-batches. Other examples share `SampledFeed`.
 
 Micro-batches are parts of the step's batch, so their number changes memory and nothing else.
 """
@@ -6,11 +6,11 @@ Micro-batches are parts of the step's batch, so their number changes memory and 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from narrowgauge import data
 from narrowgauge.data.batches import Indices
+from narrowgauge.data.plan import runs
 from narrowgauge.errors import DataError
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Feed, StepBatch
@@ -37,7 +37,7 @@ class SampledFeed(Feed):
     def draw(self, step: int) -> StepBatch:
         while (items := next(self._epoch, None)) is None:
             self._epoch = iter(self.sampler)  # the sampler's next pass is the next epoch
-        parts = pieces(items, self.parts)
+        parts = runs(items, self.parts)
         batches = [
             self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in self.mine(len(parts))
         ]
@@ -64,7 +64,7 @@ class SampledFeed(Feed):
         return data.without_targets(self._batch(items))
 
     def probe(self) -> Batch:
-        return self._batch(pieces(self.sampler.plan.steps[0][0], self.parts)[0])
+        return self._batch(runs(self.sampler.plan.steps[0][0], self.parts)[0])
 
     def state(self) -> dict[str, Any]:
         return self.sampler.state_dict()
@@ -76,7 +76,7 @@ class SampledFeed(Feed):
 
 @dataclass
 class TableFeed(SampledFeed):
-    """Batches by length."""
+    """Batches of tokens, padded."""
 
     examples: data.Examples
     collate: data.Collator
@@ -87,10 +87,3 @@ class TableFeed(SampledFeed):
 
     def positions(self, batch: Batch) -> int:
         return max(batch["input_ids"].numel(), batch["labels"].numel())
-
-
-def pieces(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
-    """`items` in at most `parts` runs of nearly equal length, none empty."""
-    parts = min(len(items), parts)
-    bounds = [len(items) * place // parts for place in range(parts + 1)]
-    return [items[start:stop] for start, stop in pairwise(bounds)]
