@@ -42,7 +42,9 @@ class Member:
 
     @property
     def recipe(self) -> str:
-        return str(self.run.get("recipe") or "?") + elsewhere(self.run.get("recipes") or {})
+        return str(self.run.get("recipe") or "?") + elsewhere(
+            self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or "")
+        )
 
     @property
     def losses(self) -> dict[int, float]:

@@ -34,7 +34,7 @@ class Recorded:
         return (
             self.label
             + str(self.run.get("recipe") or "this run")
-            + format_text.elsewhere(self.run.get("recipes") or {})
+            + format_text.elsewhere(self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or ""))
         )
 
     @property

@@ -214,6 +214,8 @@ def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
     kind, _, what = found[0].partition(":")
     if kind == RECIPE[:-1]:
         kept = "".join(f" --recipes '{pattern}={recipe}'" for pattern, recipe in trainer.config.layers_recipe.items())
+        codes = trainer.config.embedding_codes  # which another recipe does away with, unless they are named
+        kept += f" --embedding-codes {codes}" if codes else ""
         return f"{command} --recipe {what}{kept} --output NEW"
     entries = ", ".join(filter(None, [trainer.config.switch, f"bf16@{begun}:{what}"]))
     return f"{command} --switch '{entries}' --output NEW"

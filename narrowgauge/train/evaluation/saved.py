@@ -17,7 +17,7 @@ from narrowgauge import manifest
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guard_before
 from narrowgauge.train.checkpoint import state, store
@@ -87,9 +87,7 @@ class SavedRun:
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
         if learnt:  # weights alone: of the recipes, only what a forward pass reads is missed
-            layers = [
-                name for name, layer in model.named_modules() if isinstance(layer, QLinear) and layer.steps is not None
-            ]
+            layers = [name.rpartition(".")[0] for name, each in model.named_modules() if isinstance(each, LearnedSteps)]
             why = (
                 f"{path.name} of {path.parent.name}/ holds weights alone, and {layers[0]} computes with steps that it learnt"
                 if layers
