@@ -259,10 +259,49 @@ def test_a_loss_that_is_none_is_refused_with_the_first_step(plain):
         loop.guard({"ids": list(loop.batches[0])})
 
 
-@pytest.mark.parametrize("steps", [{"every": 0}, {"steps": 0}, {"every": 4, "steps": 9}, {"steps": 2.5}], ids=str)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"every": 0},
+        {"steps": 0},
+        {"every": 4, "steps": 9},
+        {"steps": 2.5},
+        {"every": True},
+        {"every": "9"},
+        {"every": float("nan")},
+    ],
+    ids=str,
+)
 def test_steps_that_cannot_be_are_refused(steps):
     with pytest.raises(ConfigError, match="must be whole numbers, steps from 2 to every"):
         GuardSettings(**steps)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"margin": -0.1}, "margin = -0.1: must be a positive number"),
+        ({"margin": "0.25%"}, "margin = '0.25%': must be a positive number"),
+        ({"margin": True}, "margin = True"),
+        ({"least_margin": float("nan")}, "least_margin = nan"),
+        ({"least_margin": None}, "least_margin = None"),
+        ({"is_in_nats": 1}, "is_in_nats = 1: must be True or False"),
+        ({"then": None}, "then = None: must be 'warn', 'stay' or the name of a recipe"),
+        ({"then": ""}, "then = ''"),
+    ],
+    ids=str,
+)
+def test_margins_that_cannot_be_are_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        GuardSettings(**given)
+
+
+@pytest.mark.parametrize("name", ["warmup_steps", "total_steps", "steps_done"])
+@pytest.mark.parametrize("value", [2.5, -1, True, "3", None, float("inf")], ids=str)
+def test_counts_of_steps_that_are_none_are_refused(name, value):
+    loop = Loop(guard="", states=False)
+    with pytest.raises(ConfigError, match=f"Guard: {name} = {value!r}: must be a whole number of steps"):
+        ng.Guard("every=4,steps=3", loop.model, loop.optimizer, loop.step, **{name: value})
 
 
 @pytest.mark.parametrize(
