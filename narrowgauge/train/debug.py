@@ -69,8 +69,8 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         raise ConfigError("debug: repeats a stretch of a run in one process. Start it without torchrun.")
     if steps < 1 or at < 1:
         raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.")
-    start = place.at_or_before(run, at)
     config = replace(place.settings_of(run), plan="never")
+    start = place.at_or_before(run, at)
     with RunFolder.reading(run):  # before data are read
         pass
     tell(f"Reading {config.data} ...")

@@ -82,7 +82,10 @@ def at_or_before(run: Path, step: int) -> Place:
     """The last checkpoint up to a step. ConfigError if all are later, or there is none."""
     earlier = [each for each in steps_of(run) if each <= step]
     if not earlier:
-        raise ConfigError(f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)}")
+        later = "Name a later step" if steps_of(run) else "Train it to its first checkpoint"
+        raise ConfigError(
+            f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run."
+        )
     return Place(run, earlier[-1])
 
 
