@@ -122,5 +122,5 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
     folder = RunFolder(Path((config := make()).output))
     folder.path.mkdir()
     folder.write_config(config)
-    with pytest.raises(ConfigError, match="has no checkpoint. Train it to its first checkpoint, or name another run"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint\. Train it to its first checkpoint, or name another run"):
         debug(folder.path, 10)

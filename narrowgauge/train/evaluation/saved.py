@@ -6,7 +6,7 @@ best                    of RUN/best: weights alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,15 @@ class SavedRun:
         raise ConfigError(
             f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these."
         )
+
+    def others(self, than: Collection[Path]) -> Iterator[tuple[str, Path]]:
+        """What else is there, as `paths` names it: checkpoints, the newest first, then the best weights."""
+        for path in manifest.newest_first(self.folder.checkpoints):
+            if path not in than:
+                yield str(int(path.name.removeprefix("step-"))), path
+        for path in manifest.newest_first(self.folder.best)[:1]:
+            if path not in than:
+                yield BEST, path
 
     def model(self, path: Path) -> tuple[Any, int, str]:
         """The converted model with the weights of a checkpoint, in evaluation mode; its step; why it has no narrow score, or ''.
