@@ -211,12 +211,13 @@ def _of_model(model: Any) -> dict[str, Any]:
 
 
 def of_layers(trainer: Trainer) -> dict[str, Any]:
-    """Of the layers as they are now: what each samples, and who took the casts of fused modules, shows on the way.
+    """As it is now: what layers sample, who took the casts of fused modules, which batches were left out. That shows on the way.
 
     All ranks call together; of a model in stages, the casts of weights are told of the first.
     """
     model, of_all = trainer.model, trainer.parallel.of_all
     return {
+        "left_out": list(trainer.feed.left_out),
         "weight_casts": cast_summary(trainer.optimizer, trainer.no_cast_reason),
         "fused": [*of_all({(fusion.name, ""): str(fusion) for fusion in fusions(model)}).values()],
         "describe": [*of_all({row.name: row.columns() for row in describe(model)}).values()],
