@@ -173,6 +173,26 @@ def test_a_resumed_loop_ends_in_the_same_bits(plain, stop):
     assert begins == {3: [4, 8], 4: [4, 8], 6: [6], 7: [8], 10: [10]}[stop]
 
 
+@pytest.mark.parametrize("how", ["loaded", "failed", "ended"])
+def test_a_check_that_is_dropped_or_over_leaves_no_hook(plain, how):
+    """A hook that stays samples the gradients of every later step."""
+    loop = Loop()
+    before = len(loop.optimizer._optimizer_step_pre_hooks)
+    held = loop.guard.state_dict()
+    loop.run(4)
+    loop.guard.before_step()
+    assert loop.guard.is_checking and len(loop.optimizer._optimizer_step_pre_hooks) == before + 1
+    if how == "loaded":
+        loop.guard.load_state_dict(held)
+    elif how == "failed":
+        with pytest.raises(TypeError):
+            loop.guard(None)
+    else:
+        loop.step({"ids": list(loop.batches[4])})
+        loop.guard.after_step({"ids": list(loop.batches[4])}, torch.tensor(1.0))
+    assert len(loop.optimizer._optimizer_step_pre_hooks) == before
+
+
 @pytest.mark.slow
 def test_a_step_that_fails_in_the_reference_leaves_the_narrow_run(plain):
     plain = Loop(guard="").run(7)
