@@ -5,6 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from narrowgauge.train import place
+
 
 def debug(
     run: Path,
@@ -23,6 +25,7 @@ def debug(
     run
         Folder of the run. What is found goes to RUN/debug-STEP.json, .txt and .html; nothing else in it is touched.
     """
+    place.settings_of(run)  # before torch is imported
     from narrowgauge.train.debug import debug as climb
 
     found = climb(run, at, steps, device)

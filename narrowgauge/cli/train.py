@@ -43,6 +43,11 @@ def refuse_unknown_recipes(settings: TrainConfig) -> None:
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     """The resolved configuration of a file and the given flags (by name)."""
+    if given.get("parent") == "":  # of a variable that was never set; in a file it is the default
+        raise ConfigError(
+            "--from '': names no run, and without one this would be a new run. Name the parent, as --from runs/first@100, or leave "
+            "--from out."
+        )
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
     from_flags = {key: (value, flag(key)) for key, value in keys.items()}
     config = resolved(toml.build(_from_file(path, given), from_flags))

@@ -158,7 +158,7 @@ def _embedding_row(model: nn.Module, name: str, layer: QEmbedding) -> Row:
     tied = [
         other for other, each in model.named_modules() if isinstance(each, nn.Linear) and each.weight is layer.weight
     ]
-    notes = [f"{tied[0]!r} has the same weight and reads it without these codes"] * bool(tied)
+    notes = [f"{name!r} has the same weight and reads it without these codes" for name in tied[:1]]
     notes += ["suspended"] * layer.is_suspended
     return Row(
         name=name, shape=f"{layer.num_embeddings} rows of {layer.embedding_dim}", recipe=f"{layer.format} rows",

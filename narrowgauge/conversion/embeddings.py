@@ -18,17 +18,19 @@ def check_embeddings(model: nn.Module, codes: object) -> None:
     """Before anything is changed. ConfigError for other codes, and for a model none of whose embeddings can have them."""
     if codes not in FORMATS:
         raise ConfigError(f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.")
+    if words := problem(model):
+        raise ConfigError(f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.")
+
+
+def problem(model: nn.Module) -> str:
+    """Why the embeddings of a model cannot have codes, a sentence and what can be done, or ''."""
     found = {name: refuse(each) for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
     if not found:
-        raise ConfigError(
-            f"convert: embeddings = {codes!r}, but {type(model).__name__} holds no nn.Embedding. Leave embeddings out."
-        )
-    if reasons := {name: reason for name, reason in found.items() if reason}:
-        name, reason = next(iter(reasons.items()))
-        raise ConfigError(
-            f"convert: embeddings = {codes!r}, but {len(reasons)} of {len(found)} embeddings cannot have codes: {name!r} {reason}. "
-            "Leave embeddings out, or change the layer."
-        )
+        return f"{type(model).__name__} holds no nn.Embedding. Take a model that looks rows up."
+    reasons = {name: reason for name, reason in found.items() if reason}
+    for name, reason in reasons.items():
+        return f"{len(reasons)} of {len(found)} embeddings cannot have codes: {name!r} {reason}. Change the layer."
+    return ""
 
 
 def quantize_embeddings(model: nn.Module, codes: Codes) -> None:

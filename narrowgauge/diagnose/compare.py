@@ -18,6 +18,7 @@ from typing import Any
 
 from narrowgauge.diagnose.band import Estimate, estimate, moving, spread, window_radius
 from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
+from narrowgauge.diagnose.left_out import other_steps, words
 
 Event = dict[str, Any]
 
@@ -48,7 +49,7 @@ class Comparison:
     run_name: str
     reference_name: str
     steps: list[int]  # steps where both runs have a finite loss
-    unpaired: int  # of these, steps with different numbers of tokens
+    unpaired: int  # of these, steps with different batches, by their place in the data or their numbers of tokens
     identical: bool  # every common loss is the same, bit for bit
     window: int  # steps in the moving window, and at most in `tail`
     curve: list[tuple[int, Estimate]]  # moving mean of the difference of the training losses
@@ -58,6 +59,8 @@ class Comparison:
     peak_bytes: Pair | None
     run_nonfinite: int | None  # first step whose loss is not finite
     reference_nonfinite: int | None
+    left_out: tuple[int, ...] = ()  # batches, at loss spikes
+    reference_left_out: tuple[int, ...] = ()
 
     @property
     def finding(self) -> str:
@@ -107,6 +110,14 @@ class Comparison:
         run, reference, tail = self.run_name, self.reference_name, self.tail
         if tail is None:
             return f"{run} and {reference} have no step with a finite loss in common, so nothing can be compared."
+        others = other_steps(self.steps, self.left_out, self.reference_left_out)
+        if others:
+            both = f"{words(run, self.left_out)} and {words(reference, self.reference_left_out)}"
+            return (
+                f"Of the data {both} (on_spike = skip): at {count(len(others))} of {plural(len(self.steps), 'common step')}, from step "
+                f"{count(others[0])} on, they learnt from different batches, so their training losses are no pairs there and cannot be "
+                "compared batch by batch."
+            )
         if self.unpaired:
             return (
                 f"At {count(self.unpaired)} of {plural(len(self.steps), 'common step')} {run} and {reference} did not see the "
@@ -137,12 +148,19 @@ class Comparison:
         return f"{said} ({nats} nats, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
 
 
-def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, reference_name: str) -> Comparison:
-    """The comparison of two lists of events as `runs.read_metrics` returns them."""
+def compare(
+    run: Sequence[Event],
+    reference: Sequence[Event],
+    run_name: str,
+    reference_name: str,
+    left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> Comparison:
+    """The comparison of two lists of events as `runs.read_metrics` returns them. left_out: the batches that each left out (`left_out`)."""
     ours, theirs = step_events(run), step_events(reference)
     common = sorted(ours.keys() & theirs.keys())
     steps = [step for step in common if finite_loss(ours[step]) and finite_loss(theirs[step])]
     differences = [ours[step]["loss"] - theirs[step]["loss"] for step in steps]
+    other = {*other_steps(steps, *left_out)}
     radius = window_radius(len(steps))
     window = 2 * radius + 1
     evaluated, reference_evaluated = dict(evaluations(run)), dict(evaluations(reference))
@@ -155,7 +173,7 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
         run_name=run_name,
         reference_name=reference_name,
         steps=steps,
-        unpaired=sum(ours[step].get("tokens") != theirs[step].get("tokens") for step in steps),
+        unpaired=sum(ours[step].get("tokens") != theirs[step].get("tokens") or step in other for step in steps),
         identical=not any(differences),
         window=window,
         curve=moving(steps, differences, radius),
@@ -165,6 +183,8 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
         peak_bytes=pair(peak_bytes(run), peak_bytes(reference)),
         run_nonfinite=first_nonfinite(run),
         reference_nonfinite=first_nonfinite(reference),
+        left_out=left_out[0],
+        reference_left_out=left_out[1],
     )
 
 

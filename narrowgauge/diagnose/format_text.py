@@ -104,6 +104,8 @@ def superscript(value: int) -> str:
     return str(value).translate(SUPERSCRIPTS)
 
 
-def elsewhere(recipes: Mapping[str, str]) -> str:
-    """The layers that have another recipe: " with bf16 in lm_head"."""
-    return " with " + ", ".join(f"{recipe} in {pattern}" for pattern, recipe in recipes.items()) if recipes else ""
+def elsewhere(recipes: Mapping[str, str], embedding_codes: str = "") -> str:
+    """What has other numbers than the recipe: " with bf16 in lm_head, int4 in embeddings"."""
+    said = [f"{recipe} in {pattern}" for pattern, recipe in recipes.items()]
+    said += [f"{embedding_codes} in embeddings"] if embedding_codes else []
+    return f" with {', '.join(said)}" if said else ""

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose import compare as pairs
-from narrowgauge.diagnose.format_text import count, elsewhere
+from narrowgauge.diagnose import left_out
+from narrowgauge.diagnose.format_text import count, elsewhere, plural
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import SameCurve, judge
 from narrowgauge.errors import ConfigError
@@ -42,7 +43,14 @@ class Member:
 
     @property
     def recipe(self) -> str:
-        return str(self.run.get("recipe") or "?") + elsewhere(self.run.get("recipes") or {})
+        return str(self.run.get("recipe") or "?") + elsewhere(
+            self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or "")
+        )
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The batches that it left out."""
+        return left_out.of_run(self.run, self.events)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -123,6 +131,7 @@ def compare(folders: Sequence[Path | str]) -> Compared:
     doubles = [other for one, other in controls if one in others or one is first]  # a control repeats what its run says
     judged = [_judged(first, other, controls) for other in others if other not in doubles]
     notes = [note for member in members if (note := gone(member))]
+    notes += [note for other in others if (note := _other_batches(first, other))]
     if judged and not controls and any(each.curve.control is None for each in judged):
         notes.append(
             "No control among them. Branch one with twice as many micro-batches, from the same checkpoint: "
@@ -191,18 +200,38 @@ def _apart(one: Member, other: Member) -> str:
 
 def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Member]]) -> Judged:
     """The first is the run that is looked into, the other its reference: the sign says what its own numbers cost."""
-    steps = sorted(first.losses.keys() & other.losses.keys())
+    steps = _same_batches(first, other)
     on_steps = [
         tuple([each.losses[step] for step in steps if step in each.losses] for each in pair)
         for pair in controls
-        if set(steps) <= pair[0].losses.keys() & pair[1].losses.keys()
+        if set(steps) <= {*_same_batches(*pair)}
     ]
     curve = judge([first.losses[step] for step in steps], [other.losses[step] for step in steps], on_steps)  # type: ignore[arg-type]
     return Judged(
         run=first,
         reference=other,
         curve=curve,
-        pair=pairs.compare(first.events, other.events, first.recipe, other.recipe),
+        pair=pairs.compare(first.events, other.events, first.recipe, other.recipe, (first.left_out, other.left_out)),
+    )
+
+
+def _same_batches(one: Member, other: Member) -> list[int]:
+    """The steps that both took, on one batch."""
+    common = sorted(one.losses.keys() & other.losses.keys())
+    others = {*left_out.other_steps(common, one.left_out, other.left_out)}
+    return [step for step in common if step not in others]
+
+
+def _other_batches(one: Member, other: Member) -> str:
+    """A sentence on the steps at which two runs learnt from different batches; ''."""
+    common = sorted(one.losses.keys() & other.losses.keys())
+    others = left_out.other_steps(common, one.left_out, other.left_out)
+    if not others:
+        return ""
+    same = plural(len(common) - len(others), "step")
+    return (
+        f"{left_out.words(one.name, one.left_out)} and {left_out.words(other.name, other.left_out)} of the data (on_spike = skip): from "
+        f"step {count(others[0])} on they learnt from different batches. What is compared is {same} on the same ones."
     )
 
 

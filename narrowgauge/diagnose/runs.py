@@ -119,12 +119,13 @@ RUN = record(
     {},
     {
         **dict.fromkeys(("narrowgauge", "torch", "python", "device", "device_type", "started_at", "recipe", "precision"), text),
-        **dict.fromkeys(("task", "best", "loss"), text),
+        **dict.fromkeys(("task", "best", "loss", "embedding_codes"), text),
         **dict.fromkeys(("command", "memory", "fused", "weight_casts"), listed(text)),
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
         "switches": listed(record({"step": COUNT, "switch": text})),
         "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
+        "left_out": listed(COUNT),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip

@@ -52,6 +52,8 @@ class SameCurve:
 
     def sentence(self, change: str = "the number format") -> str:
         """change: what differs between the two, which is or is not the cause."""
+        if not self.steps:
+            return "Not known: they have no step on the same batch in common."
         if not math.isfinite(self.loss) and self.name == SAME:
             return f"Both losses stop being finite: the cause is not {change}."
         if not math.isfinite(self.difference):

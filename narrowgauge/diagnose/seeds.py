@@ -1,8 +1,9 @@
 """Verdict over seeds: does a recipe end where its reference ends, by how much not, and how sure is that?
 
 A seed decides weights, order of the data and stochastic rounding, so a recipe and the reference of one seed are twins: they start equal
-and see the same batches. What is judged is the mean of their differences, d = recipe - reference, one number a seed; its sign is turned
-where a higher value is better, so that "harm" is above zero. Tests and intervals: `paired_tests`. With a margin, chosen before the runs:
+and see the same batches, unless a run left some out at a loss spike, which the verdict names (`Runs.left_out`). What is judged is the
+mean of their differences, d = recipe - reference, one number a seed; its sign is turned where a higher value is better, so that "harm" is
+above zero. Tests and intervals: `paired_tests`. With a margin, chosen before the runs:
 
     worse             shown (one-sided, 5 %): harm above the margin
     better            shown (one-sided, 5 %): harm below minus the margin
@@ -84,11 +85,13 @@ class Runs:
 
     values   seed -> the metric of its last evaluation, of finished runs
     failed   seed -> how it ended: NOT_FINITE, "out of memory", ...
+    left_out seed -> the batches that it left out at loss spikes
     """
 
     name: str
     values: Mapping[int, float]
     failed: Mapping[int, str] = field(default_factory=dict)
+    left_out: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def finite(self) -> dict[int, float]:
@@ -181,6 +184,12 @@ class Verdict:
         return sum(bool(own and own.holds(value)) for value in self.runs.finite.values())
 
     @property
+    def other_batches(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Seed -> the batches that each run of a pair left out, where they are not the same: from there on the two saw others."""
+        found = {seed: (self.runs.left_out.get(seed, ()), self.reference.left_out.get(seed, ())) for seed in self.seeds}
+        return {seed: both for seed, both in found.items() if both[0] != both[1]}
+
+    @property
     def lost_by_divergence(self) -> list[int]:
         return sorted(self.runs.diverged - self.reference.diverged)
 
@@ -223,6 +232,7 @@ class Verdict:
             "p_worse": self.p_worse, "p_better": self.p_better, "p_not_worse": self.p_not_worse, "p_equivalent": self.p_equivalent,
             "holds_together": self.holds_together, "needed": list(self.needed) if self.needed else None,
             "own_mean": own and own.mean, "own_half_width": own and own.half_width, "inside": self.inside,
+            "left_out": {str(seed): [list(each) for each in both] for seed, both in self.other_batches.items()},
             "failed": {str(seed): why for seed, why in self.runs.failed.items()},
             "reference_failed": {str(seed): why for seed, why in self.reference.failed.items()},
         }  # fmt: skip

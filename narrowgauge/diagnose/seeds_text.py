@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from narrowgauge.diagnose.format_text import PERCENT, decimals, plural, signed, true_minus
+from narrowgauge.diagnose.left_out import words
 from narrowgauge.diagnose.paired_tests import MOST, half_width
 from narrowgauge.diagnose.seeds import (
     BETTER,
@@ -50,7 +51,7 @@ def number(value: float, places: int) -> str:
 
 def sentences(verdict: Verdict) -> str:
     """The verdict with its numbers and limits; `about_own_interval` goes beside it."""
-    parts = [*_about_failures(verdict), _about_difference(verdict), _about_margin(verdict)]
+    parts = [*_about_failures(verdict), _about_difference(verdict), _about_batches(verdict), _about_margin(verdict)]
     return " ".join(filter(None, parts))
 
 
@@ -83,6 +84,21 @@ def _about_difference(verdict: Verdict) -> str:
     low, high = (signed(mean + side * half, places) for side in (-1, 1))
     zero = "includes zero" if abs(mean) <= half else "does not include zero"
     return f"{said} (95{PERCENT} interval from {low} to {high}, which {zero})."
+
+
+def _about_batches(verdict: Verdict) -> str:
+    """Of pairs that share their seed and not all of their batches."""
+    names = verdict.runs.name, verdict.reference.name
+    found = [
+        f"seed {seed}: {' and '.join(words(name, each) for name, each in zip(names, both, strict=True))}"
+        for seed, both in verdict.other_batches.items()
+    ]
+    if not found:
+        return ""
+    return (
+        f"{plural(len(found), 'pair')} of them did not see the same batches to the end (on_spike = skip; {'; '.join(found)}), so what "
+        "these batches are worth is in the difference as well."
+    )
 
 
 def _about_margin(verdict: Verdict) -> str:

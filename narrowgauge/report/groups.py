@@ -1,7 +1,8 @@
 """Any number of runs, sorted for one page: by recipe, one run a seed; what cannot be compared apart; and the verdict on each recipe.
 
 Runs can be compared if data, task and model are the same. They are judged, in pairs of one seed, if their batches are the same too: steps
-and tokens of a step. The reference is the recipe that is named, else that of the first run.
+and tokens of a step, but for what a run left out at a loss spike, which the verdict names. The reference is the recipe that is named,
+else that of the first run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose import format_text, seeds
+from narrowgauge.diagnose.left_out import other_steps
 from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, Runs, Verdict
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.report.run_data import Recorded, last_done, read_alone
@@ -59,7 +61,8 @@ class Gathered:
                 failed[seed_of(each)] = self.failed.get(each.folder.name, why)
             else:
                 values[seed_of(each)] = value
-        return Runs(name=group.name, values=values, failed=failed)
+        left_out = {seed_of(each): each.left_out for each in group.runs}
+        return Runs(name=group.name, values=values, failed=failed, left_out=left_out)
 
     def verdicts(self) -> list[Verdict]:
         """On every group but the reference whose batches are the reference's."""
@@ -175,11 +178,16 @@ def settings(recorded: Recorded) -> dict[str, str]:
 
 
 def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
-    """What is wrong if two runs of one seed did not learn from the same batches, by the tokens of their steps; else ''."""
+    """What is wrong if two runs of one seed did not learn from the same batches, by the tokens of their steps; else ''.
+
+    Steps behind a batch that one of them left out say nothing of that: the verdict names such batches.
+    """
     if reference is None:
         return ""
     ours, theirs = ({each["step"]: each.get("tokens") for each in run.of("step")} for run in (recorded, reference))
-    other = sum(ours[step] != theirs[step] for step in ours.keys() & theirs.keys())
+    common = ours.keys() & theirs.keys()
+    same = common - {*other_steps(common, recorded.left_out, reference.left_out)}
+    other = sum(ours[step] != theirs[step] for step in same)
     return f"other batches at {format_text.plural(other, 'step')}" if other else ""
 
 

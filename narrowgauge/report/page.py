@@ -58,7 +58,9 @@ def page(recorded: Recorded) -> dict[str, Any]:
     reference = recorded.reference
     comparison = difference = None
     if reference is not None:
-        comparison = compare.compare(recorded.events, reference.events, recorded.name, reference.name)
+        comparison = compare.compare(
+            recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out)
+        )
         if len(comparison.curve) > 1 and not comparison.unpaired:
             difference = figures.difference(comparison.curve)
     watched, tensors = tables.tensors(recorded)

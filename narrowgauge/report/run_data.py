@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose import format_text, lineage
+from narrowgauge.diagnose import format_text, left_out, lineage
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
@@ -34,7 +34,7 @@ class Recorded:
         return (
             self.label
             + str(self.run.get("recipe") or "this run")
-            + format_text.elsewhere(self.run.get("recipes") or {})
+            + format_text.elsewhere(self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or ""))
         )
 
     @property
@@ -44,6 +44,11 @@ class Recorded:
     @property
     def data(self) -> dict[str, Any]:
         return self.run.get("data") or {}
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The batches that it left out."""
+        return left_out.of_run(self.run, self.events)
 
     @property
     def last_step(self) -> int:

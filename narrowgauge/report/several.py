@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import storage
-from narrowgauge.diagnose import compare, format_text, seeds, seeds_text
+from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text
 from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
 from narrowgauge.diagnose.seeds import Margin, Verdict
@@ -236,9 +236,10 @@ def run_row(found: Gathered, recorded: Recorded) -> dict[str, str]:
     known = found.failed.get(recorded.folder.name)
     parent = recorded.run.get("parent") or {}
     branch = f"branch of {parent.get('run', '?')} from step {count(parent.get('step', '?'))}" if parent else ""
+    skipped = left_out.words("", recorded.left_out).strip() if recorded.left_out else ""
     wide = (recorded.of("eval") or [{}])[-1].get("wide", {}).get(found.metric)
     return {
         "wide": seeds_text.number(wide, 4) if wide is not None and not why else "–",
         "name": recorded.folder.name, "recipe": recorded.name, "seed": str(seed_of(recorded)), "steps": count(recorded.last_step),
-        "value": seeds_text.number(value, 4) if not why else "–", "note": "; ".join(filter(None, [known or why, branch])),
+        "value": seeds_text.number(value, 4) if not why else "–", "note": "; ".join(filter(None, [known or why, branch, skipped])),
     }  # fmt: skip

@@ -80,7 +80,16 @@ def difference_figures(found: Gathered) -> Iterator[Figure]:
         label = f"{cards.NAMES.get(found.metric, found.metric)} minus the reference’s, mean of pairs"
         text = several_figures.curves(lines, "differences", label, "Paired differences over the steps", zero=True)
         caption = (
-            f"Each run minus the run of {name} of the same seed, which saw the same batches; the band is the 95{PERCENT} interval of the "
+            f"Each run minus the run of {name} of the same seed, which saw {_batches(found)}; the band is the 95{PERCENT} interval of the "
             "mean over pairs at that step by itself. Of many steps some lie outside by chance: the verdict is on the last alone."
         )
         yield {"heading": f"Difference from {name}", "svg": text, "caption": caption}
+
+
+def _batches(found: Gathered) -> str:
+    """What the runs of a pair have in common, a clause."""
+    seeds = sorted({seed for verdict in found.verdicts() for seed in verdict.other_batches})
+    if not seeds:
+        return "the same batches"
+    listed = ", ".join(map(str, seeds))
+    return f"the same batches but at seed{'s' * (len(seeds) > 1)} {listed}, where one of the two left some out (on_spike = skip)"

@@ -29,6 +29,7 @@ from narrowgauge import manifest
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
+from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import carried
 from narrowgauge.optim.base import NarrowOptimizer
@@ -135,7 +136,9 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
 
 
 def _same_recipes(one: TrainConfig, other: TrainConfig) -> bool:
-    return all(getattr(one, key) == getattr(other, key) for key in ("recipe", "layers_recipe", "switch"))
+    return all(
+        getattr(one, key) == getattr(other, key) for key in ("recipe", "layers_recipe", "embedding_codes", "switch")
+    )
 
 
 def _take_weights(parent: Trainer, branch: Trainer) -> None:
@@ -173,10 +176,10 @@ def _pairs(parent: Trainer, branch: Trainer) -> Iterator[tuple[torch.Tensor, tor
 
 def _take_layers(parent: nn.Module, branch: nn.Module) -> list[str]:
     """Amax windows, learned steps and readings of samplers of layers whose recipe still has the same; sentences on them."""
-    before = {name: each for name, each in parent.named_modules() if isinstance(each, QLinear)}
+    before = {name: each for name, each in parent.named_modules() if isinstance(each, QLinear | QEmbedding)}
     counts: dict[str, list[int]] = {}
     for name, layer in branch.named_modules():
-        if not isinstance(layer, QLinear):
+        if not isinstance(layer, QLinear | QEmbedding):
             continue
         old = before.get(name)
         for what, module in _states(layer):
@@ -198,6 +201,8 @@ def _states(layer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _same(what: str, old: Any, new: Any) -> bool:
     """Whether a state of a layer's old recipe means the same under its new one. Windows hold amax, whatever the format."""
+    if isinstance(old, QEmbedding):
+        return bool(old.format == new.format)
     if what == "Amax windows":
         windows = [{role: window for role, (window, _) in each.recipe.windows().items()} for each in (old, new)]
         return windows[0] == windows[1]

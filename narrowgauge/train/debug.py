@@ -69,8 +69,8 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         raise ConfigError("debug: repeats a stretch of a run in one process. Start it without torchrun.")
     if steps < 1 or at < 1:
         raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.")
-    start = place.at_or_before(run, at)
     config = replace(place.settings_of(run), plan="never")
+    start = place.at_or_before(run, at)
     with RunFolder.reading(run):  # before data are read
         pass
     tell(f"Reading {config.data} ...")
@@ -214,6 +214,8 @@ def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
     kind, _, what = found[0].partition(":")
     if kind == RECIPE[:-1]:
         kept = "".join(f" --recipes '{pattern}={recipe}'" for pattern, recipe in trainer.config.layers_recipe.items())
+        codes = trainer.config.embedding_codes  # which another recipe does away with, unless they are named
+        kept += f" --embedding-codes {codes}" if codes else ""
         return f"{command} --recipe {what}{kept} --output NEW"
     entries = ", ".join(filter(None, [trainer.config.switch, f"bf16@{begun}:{what}"]))
     return f"{command} --switch '{entries}' --output NEW"

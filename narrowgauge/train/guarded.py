@@ -28,13 +28,12 @@ from narrowgauge.diagnose.format_text import percent, plural, size
 from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
-from narrowgauge.diagnose.guard.refusals import is_narrow
+from narrowgauge.diagnose.guard.refusals import has_narrow
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
 from narrowgauge.diagnose.guard.verdict import REFERENCE, WORSE, Verdict
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
 from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
@@ -69,10 +68,10 @@ class Guard(Watch):
 
     def _refuse(self) -> None:
         trainer, config = self.trainer, self.trainer.config
-        if not any(isinstance(each, QLinear) and is_narrow(each.recipe) for each in trainer.model.modules()):
+        if not has_narrow(trainer.model):
             raise ConfigError(
-                f"guard = {config.guard!r}: no product of recipe {config.recipe!r} is narrower than 16 bits, so there is nothing to guard. "
-                "Remove guard, or name a narrow recipe."
+                f"guard = {config.guard!r}: no product of recipe {config.recipe!r} is narrower than 16 bits, and no embedding has "
+                "codes, so there is nothing to guard. Remove guard, or name a narrow recipe."
             )
         if self.settings.recipe:
             try:

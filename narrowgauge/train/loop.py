@@ -153,7 +153,14 @@ def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks
 def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: Stop, ranks: Ranks) -> int:
     path = folder.path / f"compare-{config.compare}"
     reference = replace(
-        config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
+        config,
+        output=str(path),
+        recipe=config.compare,
+        layers_recipe={},
+        embedding_codes="",
+        switch="",
+        compare="",
+        save="",
     )
     with followers.claimed(path, True, ranks) as own:  # the run before has shown the same data
         _begin_branch(reference, own, task, ranks)

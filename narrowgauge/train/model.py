@@ -16,12 +16,13 @@ import transformers
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import SMALLEST, convert, products
+from narrowgauge.conversion import SMALLEST, convert, embeddings, products
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
 from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
+from narrowgauge.nn import step_end
 from narrowgauge.nn.dropout import use_counted_dropout
 from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
@@ -55,11 +56,16 @@ def build(
         model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
+    if config.embedding_codes and (words := embeddings.problem(model)):
+        raise ConfigError(f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.")
     # else there is nothing to convert, and a model needs no Linear
     if config.layers_recipe or patterns["*"] is not None:
         with warnings.catch_warnings():  # said before the first step (`run_metadata.emulated_on_gpu`)
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
             convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
+    if config.embedding_codes:
+        embeddings.quantize_embeddings(model, config.embedding_codes)  # type: ignore[arg-type]
+        step_end.follow_model(model)
     if precision.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         untouched = {row.name for row in describe(model) if row.recipe == "none"}

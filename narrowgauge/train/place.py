@@ -26,14 +26,17 @@ BEST = "best"
 # What may differ between a branch and its parent besides what may change on resuming: numbers, and how far a step goes.
 # The model, the data and their order, the seed and the rule of the updates stay: without them the parent's state means nothing.
 NUMBERS = frozenset(
-    {"recipe", "layers_recipe", "switch", "precision", "keep_float32", "fuse", "save", "states", "embedding_states", "master"}
-    | {"loss", "compress_activations", "step_in_backward", "clip_by", "held_gradients", "gradients", "weights", "activations"}
+    {"recipe", "layers_recipe", "embedding_codes", "switch", "precision", "keep_float32", "fuse", "save", "states", "embedding_states"}
+    | {"master", "loss", "compress_activations", "step_in_backward", "clip_by", "held_gradients", "gradients", "weights", "activations"}
 )  # fmt: skip
 STEPS = frozenset(
     {"learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "clip"}
 )
 # Of the parent's, what another value of the first does away with unless it is given: as the reference of `compare` leaves it out.
-REPLACES = {"recipe": ("layers_recipe", "switch", "save", "guard"), "precision": ("master", "keep_float32")}
+REPLACES = {
+    "recipe": ("layers_recipe", "embedding_codes", "switch", "save", "guard"),
+    "precision": ("master", "keep_float32"),
+}
 NOT_INHERITED = ("output", "resume", "parent", "compare")
 
 
@@ -79,7 +82,10 @@ def at_or_before(run: Path, step: int) -> Place:
     """The last checkpoint up to a step. ConfigError if all are later, or there is none."""
     earlier = [each for each in steps_of(run) if each <= step]
     if not earlier:
-        raise ConfigError(f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)}")
+        later = "Name a later step" if steps_of(run) else "Train it to its first checkpoint"
+        raise ConfigError(
+            f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run."
+        )
     return Place(run, earlier[-1])
 
 

@@ -15,6 +15,7 @@ import narrowgauge
 from narrowgauge import recipes
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.description import describe, without_numbers
+from narrowgauge.conversion.embeddings import quantized_embeddings
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
@@ -47,7 +48,7 @@ def notes(config: TrainConfig) -> Iterator[str]:
             "rises to the last step. Lower warmup_steps, or train longer."
         )
     own, other = (recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare))
-    if own == other and not (config.layers_recipe or config.switch or config.save):
+    if own == other and not (config.layers_recipe or config.embedding_codes or config.switch or config.save):
         yield (
             f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."
         )
@@ -71,7 +72,7 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     if parent.get("step") == trainer.step:
         resumed = f"; branch of {parent['from']}, from step {trainer.step}"
     show.say(
-        f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}) on {device_name(trainer.device)}: "
+        f"{config.recipe}{elsewhere(config.layers_recipe, config.embedding_codes)} ({config.precision}) on {device_name(trainer.device)}: "
         f"{trainer.parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
     if words := trainer.parallel.words():
@@ -84,6 +85,8 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     for stage in trainer.stages:
         if stage.step > trainer.step:
             show.say(f"To come at {stage}")
+    if words := looked_up(model):
+        show.say(words)
     show.say("\n".join([f"Loss: {trainer.objective.description}.", *in_float32(trainer), *trainer.memory_notes]))
     for part in trainer.task.preview() if preview else ():
         show.say(part)
@@ -99,6 +102,15 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         )
     for words in dict.fromkeys(without_numbers(str(fusion)) for fusion in fusions(model) if fusion.reason):
         show.say(f"{words}.")
+
+
+def looked_up(model: nn.Module) -> str:
+    """A sentence on embeddings with codes, or ''."""
+    found = dict(quantized_embeddings(model))
+    if not found:
+        return ""
+    names, codes = ", ".join(found), next(iter(found.values())).format
+    return f"Embeddings looked up as {codes}, with a learned step each: {names}. The tables themselves keep their numbers, and their bytes."
 
 
 def in_float32(trainer: Trainer) -> list[str]:
@@ -169,6 +181,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "seed": config.seed,
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),
+        "embedding_codes": config.embedding_codes,
         "auto": trainer.auto,
         "precision": config.precision,
         "float32": in_float32(trainer),
@@ -198,12 +211,13 @@ def _of_model(model: Any) -> dict[str, Any]:
 
 
 def of_layers(trainer: Trainer) -> dict[str, Any]:
-    """Of the layers as they are now: what each samples, and who took the casts of fused modules, shows on the way.
+    """As it is now: what layers sample, who took the casts of fused modules, which batches were left out. That shows on the way.
 
     All ranks call together; of a model in stages, the casts of weights are told of the first.
     """
     model, of_all = trainer.model, trainer.parallel.of_all
     return {
+        "left_out": list(trainer.feed.left_out),
         "weight_casts": cast_summary(trainer.optimizer, trainer.no_cast_reason),
         "fused": [*of_all({(fusion.name, ""): str(fusion) for fusion in fusions(model)}).values()],
         "describe": [*of_all({row.name: row.columns() for row in describe(model)}).values()],

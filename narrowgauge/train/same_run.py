@@ -29,7 +29,7 @@ def refuse(
             f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
         )
     # Of checkpoints that do not say it; where they say nothing of others either, they have what the run has.
-    before = {"keep_float32": "none", "loss": "chunks"}
+    before = {"keep_float32": "none", "loss": "chunks", "embedding_codes": ""}
     for key, own in settings.items():
         if facts.get(key, before.get(key, own)) != own:
             raise CheckpointError(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.conversion import suspended
+from narrowgauge.conversion.embeddings import quantized_embeddings
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
 
@@ -18,17 +19,27 @@ Metrics = dict[str, Any]
 
 
 def narrow_forward(model: nn.Module) -> dict[tuple[str, str], str]:
-    """(layer, "output") -> its recipe, of the layers whose forward product has a narrow operand: without any, both scores are one."""
+    """(layer, "output") -> its recipe, of the layers whose forward product has a narrow operand; (embedding, "rows") -> its codes.
+
+    Without any, both scores are one.
+    """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
-    return {
+    found = {
         (name, "output"): each.recipe.name
         for name, each in layers.items()
         if each.recipe is not None and each.recipe.output != Gemm() and not each.is_suspended
     }
+    looked_up = {
+        (name, "rows"): str(each.format) for name, each in quantized_embeddings(model) if not each.is_suspended
+    }
+    return found | looked_up
 
 
 def wide(model: nn.Module, evaluate: Callable[[], Metrics]) -> Metrics:
-    """What `evaluate` finds when the Linears of `model` compute as ordinary ones do. State of recipes and generators stay as they are."""
+    """What `evaluate` finds when the Linears and embeddings of `model` compute as ordinary ones do.
+
+    State of recipes and generators stay as they are.
+    """
     with suspended(model):
         return evaluate()
 

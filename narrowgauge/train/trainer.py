@@ -219,7 +219,8 @@ class Trainer:
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic but not the tensors' names and shapes."""
         own = {
-            key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master", "loss")
+            key: getattr(self.config, key)
+            for key in ("recipe", "embedding_codes", "precision", "optimizer", "states", "master", "loss")
         }
         kept = ",".join(self.precision.keep_list(self.config.keep_float32)) or "none"
         return own | {"keep_float32": kept, "recipes": dict(self.config.layers_recipe), "auto": self.auto}

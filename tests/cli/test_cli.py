@@ -207,6 +207,14 @@ def test_every_setting_has_a_flag_that_the_help_shows(capsys):
         assert group in shown
 
 
+def test_a_parent_without_a_name_is_no_new_run(loop, tmp_path, monkeypatch, capsys):
+    """As of a variable that was never set: the run would begin anew, with default settings."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--from", "", "--output", "runs/b"]) == 2
+    assert "--from '': names no run" in capsys.readouterr().err
+    assert loop == [] and not (tmp_path / "runs").exists()
+
+
 def other_value(each) -> tuple[str, object]:
     """A flag's text and the value it must become, other than the default."""
     special = {

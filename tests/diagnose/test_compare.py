@@ -116,6 +116,22 @@ def test_different_batches_are_not_compared_as_pairs():
     assert "higher" not in found.verdict
 
 
+def test_steps_behind_a_batch_that_one_run_left_out_are_no_pairs():
+    """The batches are named, with their run; where both left out the same, nothing differs."""
+    events = steps([2.5] * 50), steps([2.0] * 50)
+    found = compare.compare(*events, "narrow", "wide", ((40,), ()))
+    assert found.finding == "unpaired" and found.unpaired == 11
+    assert (
+        "Of the data narrow left out batch 40 and wide left out none (on_spike = skip): at 11 of 50 common steps"
+        in found.verdict
+    )
+    assert "from step 40 on, they learnt from different batches" in found.verdict and "higher" not in found.verdict
+    both = compare.compare(*events, "narrow", "wide", ((40,), (40,)))
+    assert both.finding == "higher" and not both.unpaired
+    apart = compare.compare(*events, "narrow", "wide", ((10, 20), (15, 30)))
+    assert apart.unpaired == sum(not (step < 10 or 15 <= step <= 18 or step >= 29) for step in range(1, 51))
+
+
 def test_a_loss_that_is_not_finite_is_named_and_the_steps_before_are_judged_on_their_own():
     """Noise before the break stays noise in the words, whatever the break."""
     shared = [2.0] * 100

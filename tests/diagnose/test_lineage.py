@@ -96,3 +96,21 @@ def test_the_report_draws_a_branch_beside_its_parent(family, tmp_path):
     assert recorded.reference.name == "parent: int4-hq-bs" and recorded.last_step == recorded.reference.last_step
     first.rename(tmp_path / "elsewhere")
     assert run_data.read(bf16).reference is None
+
+
+def test_curves_are_held_against_each_other_on_the_same_batches_alone(family, capsys):
+    """The run left out batch 41, 20 steps behind its branch: what follows is worse by the batches, and is not looked at."""
+    folders = family(0.0)
+    events = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
+    events = [{**event, "loss": event["loss"] + (event["step"] >= 41)} for event in events]
+    spike = {"event": "spike", "step": 41, "cause": "data", "left_out": [41], "loss": 9.0}
+    (folders[0] / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, spike]))
+    assert main(["compare", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert "first left out batch 41 and" in said and "from step 41 on they learnt from different batches" in said
+    assert "The curve is the same within control" in said and "over the last 10 steps" in said
+    run = json.loads((folders[0] / "run.json").read_text())
+    (folders[0] / "run.json").write_text(json.dumps({**run, "left_out": [3]}))
+    assert lineage.read(folders[0]).left_out == (3, 41)
+    assert main(["compare", *map(str, folders)]) == 0
+    assert "Not known: they have no step on the same batch in common." in capsys.readouterr().out

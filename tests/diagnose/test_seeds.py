@@ -196,3 +196,18 @@ def test_other_margins_are_refused(text):
 def test_a_share_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="which is zero"):
         judge(runs("fp8", [0.1, 0.1]), runs("bf16", [0.0, 0.0]), "mcc", Margin(0.01, True))
+
+
+def test_pairs_that_did_not_see_the_same_batches_are_named():
+    """What one run left out stands in the words and the numbers; a seed at which both left out the same is no such pair."""
+    values = {seed: 3.0 + 0.001 * seed for seed in range(4)}
+    narrow = Runs(name="fp8-row", values=values, left_out={0: (57,), 1: (9,), 2: ()})
+    wide = Runs(name="bf16", values={seed: 3.0 for seed in range(4)}, left_out={1: (9,), 2: (30, 40)})
+    found = judge(narrow, wide, "loss")
+    assert found.other_batches == {0: ((57,), ()), 2: ((), (30, 40))}
+    said = seeds_text.sentences(found)
+    assert "2 pairs of them did not see the same batches to the end (on_spike = skip; " in said
+    assert "; seed 0: fp8-row left out batch 57 and bf16 left out none; " in said
+    assert "seed 2: fp8-row left out none and bf16 left out batches 30 and 40)" in said
+    assert found.numbers()["left_out"] == {"0": [[57], []], "2": [[], [30, 40]]}
+    assert "same batches" not in seeds_text.sentences(judge(runs("a", BASE), runs("b", moved(0.0, 0.01)), "loss"))

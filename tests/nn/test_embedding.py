@@ -128,6 +128,11 @@ def test_a_tied_head_reads_the_weight_itself():
     assert losses[-1] < losses[0]
 
 
+def test_a_table_of_its_own_has_a_row_without_a_note():
+    [row] = [row for row in ng.describe(made("int8")) if row.name == "words"]
+    assert row.recipe == "int8 rows" and row.note == ""
+
+
 def test_an_optimizer_without_the_step_is_warned_of():
     torch.manual_seed(0)
     model = Model()

@@ -188,3 +188,17 @@ def test_a_mean_line_ends_with_the_shortest_run_and_has_a_band_of_two():
 def test_more_recipes_than_colours_are_drawn(tmp_path):
     folders = [write(tmp_path / f"r{place}", f"recipe-{place}", 0) for place in range(8)]
     assert several.write(groups.gather(folders), tmp_path / "page.html").stat().st_size > 20_000
+
+
+def test_a_run_that_left_a_batch_out_is_judged_and_named(six, tmp_path):
+    """The tokens of its steps are those of other batches from there on, which is said and is no reason against the pair."""
+    run = write(tmp_path / "skipped", "fp8-row", 2, 0.001, facts={"left_out": [11]})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    changed = [{**each, "tokens": 7} if each["event"] == "step" and each["step"] >= 11 else each for each in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in changed))
+    found = groups.gather([*six[:5], run])
+    assert [group.reason for group in found.groups] == ["", ""]
+    text = visible(several.write(found, tmp_path / "page.html"))
+    assert "1 pair of them did not see the same batches to the end" in text
+    assert "seed 2: fp8-row left out batch 11 and bf16 left out none" in text
+    assert "which saw the same batches but at seed 2, where one of the two left some out" in text

@@ -106,3 +106,21 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
             debug(run, at)
     with pytest.raises(ConfigError, match="both are at least 1"):
         debug(run, 4, 0)
+
+
+def test_a_folder_that_is_none_is_named_as_by_other_commands(tmp_path, capsys):
+    """And one without a checkpoint says what to do next."""
+    assert main(["debug", str(tmp_path / "gone"), "--at", "10"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'gone'}: is not there. Name the folder of a run" in said and "checkpoint" not in said
+    (tmp_path / "empty").mkdir()
+    assert main(["debug", str(tmp_path / "empty"), "--at", "10"]) == 2
+    assert "has no config.toml. Name the folder of a run" in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
+    folder = RunFolder(Path((config := make()).output))
+    folder.path.mkdir()
+    folder.write_config(config)
+    with pytest.raises(ConfigError, match=r"has no checkpoint\. Train it to its first checkpoint, or name another run"):
+        debug(folder.path, 10)

@@ -67,6 +67,27 @@ def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd):
     )
 
 
+def hooks_of(optimizer):
+    return len(optimizer._optimizer_step_pre_hooks)
+
+
+def test_a_run_that_is_put_back_in_the_first_step_of_a_check_has_no_hook_of_it(make, before_step):
+    """As a skip of a spike does: its hook would sample the gradients of every later step, and each dropped check leave one more."""
+    found = []
+
+    def put_back(trainer):
+        guard = trainer.watch
+        found.append((guard.first is not None, hooks_of(trainer.optimizer)))
+        guard.restore(guard.facts())
+        found.append((guard.first is not None, hooks_of(trainer.optimizer)))
+
+    before_step(5, put_back)
+    config = make("run", recipe="fp8-row", steps=8, guard="every=4,steps=3,margin=50%,then=warn")
+    assert loop.run(config) == 0
+    assert found == [(True, 1), (False, 0)]
+    assert checks(config) == []
+
+
 @pytest.fixture
 def sick(installed):  # noqa: F811
     """Runs are much worse on narrow numbers than in BF16."""

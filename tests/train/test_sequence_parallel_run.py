@@ -39,6 +39,7 @@ OPTIONS = [
     {"recipe": "none", "precision": "fp32", "sample_tokens": 3},
     {"recipe": "none", "precision": "fp32", "checkpointing": "full", "sequence_length": 15},
     {"recipe": "fp8-current", "precision": "bf16-o3", "states": "8bit"},
+    {"recipe": "none", "precision": "fp32", "embedding_codes": "int8"},
 ]
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from narrowgauge.diagnose import lineage
+from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
+from narrowgauge.train.tasks import writing
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
 from tests.train import faulty_run, spiking_run, tiny
@@ -129,6 +133,27 @@ def test_a_skipped_run_resumes_to_the_bit(make, corrupt):
     assert loop.run(replace(whole, resume=True)) == 0
     assert (tiny.losses(Path(whole.output)), tiny.digests(Path(whole.output))) == (losses, digests)
     assert len(spikes(whole)) == 1
+    assert read_run(Path(whole.output) / "run.json")["left_out"] == [PLANTED]
+
+
+@pytest.mark.slow
+def test_a_reference_that_left_out_other_batches_is_no_pair_of_its_steps(make, monkeypatch):
+    """The batch is corrupt while the narrow run trains, and whole when its reference does: one leaves it out, the other does not."""
+    config = make("pair", on_spike="skip", compare="bf16", **LONG)
+    run, reference = Path(config.output), Path(config.output) / "compare-bf16"
+    whole = writing.TextFeed.draw
+    spiking_run.corrupt(monkeypatch)
+    corrupt = writing.TextFeed.draw
+    monkeypatch.setattr(
+        writing.TextFeed, "draw", lambda feed, step: (whole if reference.exists() else corrupt)(feed, step)
+    )
+    assert loop.run(config) == 0
+    assert [read_run(each / "run.json")["left_out"] for each in (run, reference)] == [[PLANTED], []]
+    text = re.sub(r"\s+", " ", (run / "report.html").read_text("utf-8"))
+    assert "Not the same batches as bf16" in text and "on the same batches: the mean" not in text
+    assert f"Of the data fp8-delayed left out batch {PLANTED} and bf16 left out none" in text
+    [judged] = lineage.compare([run, reference]).judged
+    assert judged.pair.unpaired == 104 - PLANTED + 1 and judged.curve.steps == (PLANTED - 1) - (PLANTED - 1) // 2
 
 
 @pytest.mark.slow

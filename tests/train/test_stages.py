@@ -142,6 +142,8 @@ SETTINGS = [
     {"fuse": True, "switch": "bf16@1"},
     {"batch_size": 12, "micro_batches": 6, "best": "loss"},
     {"layers_recipe": {"model.layers.1.*": "bf16"}, "compress_activations": True},
+    {"recipe": "int4-hq-bs", "embedding_codes": "int4"},
+    {"recipe": "fp8-delayed", "layers_recipe": {"model.layers.1.*": "bf16"}},
 ]
 
 

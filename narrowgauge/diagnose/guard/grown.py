@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from narrowgauge.diagnose.guard.verdict import Verdict
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.learned_step import LearnedSteps
 
 GROWN = (
     "Weights grow into the learned steps of this recipe, and BF16 from such a state begins worse: the guard leaves the run as it is. "
@@ -18,5 +18,4 @@ GROWN = (
 
 def grows_into_steps(model: nn.Module, verdict: Verdict) -> bool:
     """Whether the verdict may say no more than that the weights are used to learned steps."""
-    recipes = (each.recipe for each in model.modules() if isinstance(each, QLinear) and each.recipe is not None)
-    return verdict.direction == "lower" and any(recipe.steps() for recipe in recipes)
+    return verdict.direction == "lower" and any(isinstance(each, LearnedSteps) for each in model.modules())

@@ -46,7 +46,7 @@ from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_state
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
-from narrowgauge.diagnose.guard.settings import GuardSettings, chosen
+from narrowgauge.diagnose.guard.settings import GuardSettings, chosen, refuse_counts
 from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
@@ -102,6 +102,7 @@ class Guard:
         """
         require_module(model, "Guard")
         found = chosen(settings)
+        refuse_counts(warmup_steps=warmup_steps, total_steps=total_steps, steps_done=steps_done)
         self.settings, self.model, self.optimizer, self.scaler = found, model, optimizer, scaler
         self.also, self.where, self.events = list(also), where, list[dict[str, Any]]()
         self.evidence = found.evidence()

@@ -11,6 +11,8 @@ from torch import nn
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, widened
 from narrowgauge.diagnose import forms
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.embedding import QEmbedding
+from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
 
@@ -23,6 +25,14 @@ STATE = forms.record(
 )  # fmt: skip
 
 
+def has_narrow(model: nn.Module) -> bool:
+    """Whether anything of the model computes on narrow numbers, which BF16 would not."""
+    layers = list(model.modules())
+    return any(
+        isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe)) for each in layers
+    )
+
+
 def is_narrow(recipe: Recipe | None) -> bool:
     """Whether a product of it is on narrow numbers."""
     return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())
@@ -31,10 +41,9 @@ def is_narrow(recipe: Recipe | None) -> bool:
 def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], then: str = "") -> None:
     """Raises ConfigError with the reason. then: the recipe that a run that is worse would get, or ''."""
     layers = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
-    recipes = layers.values()
-    if not any(map(is_narrow, recipes)):
+    if not has_narrow(model):
         raise ConfigError(
-            "Guard: no product of the model is narrower than 16 bits, so there is nothing to judge. "
+            "Guard: no product of the model is narrower than 16 bits, and no embedding has codes, so there is nothing to judge. "
             "Call narrowgauge.convert(model, ...) with a narrow recipe first."
         )
     if then:
@@ -42,7 +51,7 @@ def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], the
             widened(model, layers, then)
         except ConfigError as error:
             raise ConfigError(f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.") from None
-    learns = any(recipe.steps() for recipe in recipes)
+    learns = any(isinstance(each, LearnedSteps) for each in model.modules())
     if learns and any(getattr(each, "find_unused_parameters", True) is False for each in model.modules()):
         raise ConfigError(
             "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "

@@ -14,9 +14,11 @@ Imports no torch, so the command line can refuse a bad value at once.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN, WIDEST, Evidence
@@ -40,10 +42,18 @@ class GuardSettings:
     then: str = WARN
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.every, int) and isinstance(self.steps, int) and FEWEST <= self.steps <= self.every):
+        if not (is_whole(self.every) and is_whole(self.steps) and FEWEST <= self.steps <= self.every):
             raise ConfigError(
                 f"guard: every = {self.every!r}, steps = {self.steps!r}: must be whole numbers, steps from {FEWEST} to every."
             )
+        for name in ("margin", "least_margin"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+                raise ConfigError(f"guard: {name} = {value!r}: must be a positive number. Choose for example {MARGIN}.")
+        if not isinstance(self.is_in_nats, bool):
+            raise ConfigError(f"guard: is_in_nats = {self.is_in_nats!r}: must be True or False.")
+        if not isinstance(self.then, str) or not self.then:
+            raise ConfigError(f"guard: then = {self.then!r}: must be {WARN!r}, {STAY!r} or the name of a recipe.")
 
     def evidence(self) -> Evidence:
         return Evidence(self.margin, self.least_margin, is_in_nats=self.is_in_nats)
@@ -67,6 +77,18 @@ class GuardSettings:
         if self.is_in_nats:
             return f"{self.least_margin:g} nats"
         return f"{100 * self.margin:g} % of the loss, {self.least_margin:g} nats at least (as far as that is {100 * WIDEST:g} %)"
+
+
+def is_whole(value: object) -> bool:
+    """Whether it counts something; True and False do not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def refuse_counts(**counts: object) -> None:
+    """ConfigError for arguments of a guard that are no numbers of steps."""
+    for name, value in counts.items():
+        if not is_whole(value) or value < 0:  # type: ignore[operator]
+            raise ConfigError(f"Guard: {name} = {value!r}: must be a whole number of steps, 0 or more.")
 
 
 def parse(text: str) -> GuardSettings | None:

@@ -59,6 +59,8 @@ class TrainConfig(DataSettings):
     layers_recipe: TABLE = PRECISION(  # noqa: RUF009 (it returns a dataclasses.field)
         dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16', or some products, as 'layers.1.*=bf16:backward'.",
         key="recipes")
+    embedding_codes: str = PRECISION("", "Rows of embeddings are looked up as such codes, with a learned step (LSQ); empty: as they are.",
+        OneOf(("", "int4", "int8")))
     switch: str = PRECISION("", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'.")
     precision: str = PRECISION("amp-bf16", "Numbers outside the recipe.", OneOf(("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")))
     keep_float32: str = PRECISION("",

@@ -23,6 +23,7 @@ from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import precision as precisions
+from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import WRITING
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device, threads
@@ -98,9 +99,9 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
         left_s = (time.monotonic() - started_at_s) / (number + 1) * (len(paths) - number - 1)
         tell(f"{name}: scored, {number + 1} of {len(paths)}{f', about {duration(left_s)} left' if left_s else ''}")
     if not rows:
-        raise CheckpointError(
-            f"{run}: none of the {len(paths)} checkpoints could be scored: {next(iter(passed_over.values()))}"
-        )
+        one = f"checkpoint {asked.checkpoints!r} cannot be scored"
+        words = one if len(paths) == 1 else f"none of {len(paths)} checkpoints can be scored"
+        raise CheckpointError(f"{run}: {words}: {next(iter(passed_over.values()))} {_instead(saved, paths)}")
     result: dict[str, Any] = {
         "recipe": saved.config.recipe,
         "dtype": dtype or saved.config.precision,
@@ -112,6 +113,17 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     result["text"] = rendered(result)
     _keep(saved.folder.path / FILE, result)
     return result
+
+
+def _instead(saved: SavedRun, damaged: Sequence[Path]) -> str:
+    """What can be scored in their place: the newest other checkpoint that is intact."""
+    for which, path in saved.others(damaged):
+        try:
+            store.load(path)
+        except CheckpointError:
+            continue
+        return f"That of {path.parent.name}/{path.name} is intact: score it with --checkpoints {which}."
+    return "No other checkpoint of the run is intact: restore one, or train anew in another --output."
 
 
 def _of_checkpoint(saved: SavedRun, path: Path, dtype: str, tasks: LmTasks | None) -> dict[str, Any]:

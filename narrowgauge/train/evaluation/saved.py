@@ -6,7 +6,7 @@ best                    of RUN/best: weights alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from narrowgauge import manifest
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guard_before
 from narrowgauge.train.checkpoint import state, store
@@ -70,6 +70,15 @@ class SavedRun:
             f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these."
         )
 
+    def others(self, than: Collection[Path]) -> Iterator[tuple[str, Path]]:
+        """What else is there, as `paths` names it: checkpoints, the newest first, then the best weights."""
+        for path in manifest.newest_first(self.folder.checkpoints):
+            if path not in than:
+                yield str(int(path.name.removeprefix("step-"))), path
+        for path in manifest.newest_first(self.folder.best)[:1]:
+            if path not in than:
+                yield BEST, path
+
     def model(self, path: Path) -> tuple[Any, int, str]:
         """The converted model with the weights of a checkpoint, in evaluation mode; its step; why it has no narrow score, or ''.
 
@@ -87,9 +96,7 @@ class SavedRun:
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
         if learnt:  # weights alone: of the recipes, only what a forward pass reads is missed
-            layers = [
-                name for name, layer in model.named_modules() if isinstance(layer, QLinear) and layer.steps is not None
-            ]
+            layers = [name.rpartition(".")[0] for name, each in model.named_modules() if isinstance(each, LearnedSteps)]
             why = (
                 f"{path.name} of {path.parent.name}/ holds weights alone, and {layers[0]} computes with steps that it learnt"
                 if layers

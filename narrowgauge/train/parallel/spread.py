@@ -29,7 +29,7 @@ from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.float32_modules import kept_modules
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
@@ -91,7 +91,7 @@ class Parallel:
         if self.mesh is not None and self.layout.data > 1:
             self._shard(model, self.mesh)
         elif self.layout.dp > 1:
-            learns_steps = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
+            learns_steps = any(isinstance(each, LearnedSteps) for each in model.modules())
             self.whole = _copies(self.whole, has_spare=bool(config.model) or learns_steps)
         if not config.cuda_graph:
             messages: dict[str, Any] = {}
@@ -314,7 +314,7 @@ def _refuse_types(model: nn.Module) -> None:
     wide = {id(parameter) for module in kept_modules(model).values() for parameter in module.parameters()}
     types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
-        learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
+        learned = any(isinstance(each, LearnedSteps) for each in model.modules())
         why = ": learned steps are float32" if learned else ""
         raise ConfigError(
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "

@@ -42,7 +42,8 @@ class WholeNumbers:
         names = sorted((name for each in told for name in each), key=_number)
         groups = [{**group, "lr": optimizer.param_groups[0]["lr"]} for group in self.groups]
         rest["optimizer"] = _flat(dict.fromkeys(names, torch.empty(0)), groups)[1]
-        return tensors, rest
+        # An empty group is an entry of its own, which other stages have tensors below: recipes may add to the layers of one stage alone.
+        return {group: members for group, members in tensors.items() if members}, rest
 
     def in_whole(self, tensors: Tensors, model: nn.Module, optimizer: Any) -> Tensors:
         """With the numbers of the whole."""

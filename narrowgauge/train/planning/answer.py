@@ -48,9 +48,9 @@ class Answers:
     def answer(self, table: bool = False) -> dict[str, Any]:
         """In JSON's types; keys as docs/planner.md has them."""
         config, shape, room = self.config, self.shape(), self.room
-        found = self.counts.of(config)
+        found, other = self.counts.of(config), elsewhere(config.layers_recipe, config.embedding_codes)
         answer: dict[str, Any] = {
-            "run": f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}, {config.optimizer} with {config.states} states)",
+            "run": f"{config.recipe}{other} ({config.precision}, {config.optimizer} with {config.states} states)",
             "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
             **room.answer(found),
         }

@@ -13,9 +13,9 @@ from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfi
 
 
 def in_bf16(config: TrainConfig) -> TrainConfig:
-    """The run as a stretch of its guard computes: every Linear in the numbers of the precision."""
+    """The run as a stretch of its guard computes: every Linear in the numbers of the precision, rows of embeddings as they are."""
     save = config.save if config.save in FUSED_SAVES else ""
-    return replace(config, recipe=NO_RECIPE, layers_recipe={}, switch="", save=save, guard="")
+    return replace(config, recipe=NO_RECIPE, layers_recipe={}, embedding_codes="", switch="", save=save, guard="")
 
 
 def larger(narrow: Forecast, wide: Forecast) -> Forecast:

@@ -9,7 +9,8 @@
       report.html          one page
 
 A seed gives every recipe the same first weights and the same batches. The reference has its recipe everywhere; patterns of `recipes`,
-`switch`, `save` and `guard` are of the others. A folder may get more seeds and recipes, and never fewer: what was seen is not left out.
+`embedding_codes`, `switch`, `save` and `guard` are of the others. A folder may get more seeds and recipes, and never fewer: what was
+seen is not left out.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Study:
             device=device or self.config.device,
         )  # fmt: skip
         if job.recipe == self.recipes[0]:
-            config = replace(config, layers_recipe={}, switch="", save="", guard="")
+            config = replace(config, layers_recipe={}, embedding_codes="", switch="", save="", guard="")
         return resolved(config)
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import transformers
+from torch import nn
 
 from narrowgauge import data
 from narrowgauge.data.image_sizes import FILE
+from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.model import ModelClass, own_configuration, pretrained
@@ -92,6 +94,38 @@ def patches_of(config: TrainConfig, preprocessing: data.Preprocessing) -> int:
     own: Any = getattr(own_sizes(config), "patch_size", None) or PATCH if config.model else config.patch_size
     height, width = _pair(own) or (PATCH, PATCH)
     return max(1, (preprocessing.height // height) * (preprocessing.width // width))
+
+
+def unread_border(model: nn.Module, preprocessing: data.Preprocessing) -> str:
+    """A sentence on the rows and columns of pixels that the patches leave over, or ''.
+
+    torch's convolution drops them without a word where its kernel is as large as its stride and nothing is padded. Models that fill up to
+    whole patches, as Swin does, have a `maybe_pad` beside it.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Conv2d) or module.in_channels != preprocessing.channels:
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if (
+            module.kernel_size != module.stride
+            or module.padding not in ((0, 0), "valid")
+            or hasattr(owner, "maybe_pad")
+        ):
+            continue
+        patch, size = module.kernel_size, (preprocessing.height, preprocessing.width)
+        rows, columns = (pixels % each for pixels, each in zip(size, patch, strict=True))
+        if not rows and not columns:
+            return ""
+        share = 1 - (size[0] - rows) * (size[1] - columns) / (size[0] * size[1])
+        fits = " or ".join(
+            f"{size[0] - rows + more * patch[0]} x {size[1] - columns + more * patch[1]}" for more in (0, 1)
+        )
+        return (
+            f"patches of {patch[0]} x {patch[1]} do not fill pictures of {size[0]} x {size[1]} pixels: the model never sees "
+            f"{plural(rows, 'row')} at the bottom and {plural(columns, 'column')} at the right, {100 * share:.1f} % of each picture. "
+            f"Pictures of {fits} pixels are seen whole (image_size), or those of another patch_size."
+        )
+    return ""
 
 
 def _pair(size: Any) -> tuple[int, int] | None:

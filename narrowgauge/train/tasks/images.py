@@ -34,6 +34,7 @@ from narrowgauge.train.tasks.image_model import (
     patches_of,
     preprocessing_of,
     sizes_from,
+    unread_border,
 )
 from narrowgauge.train.tasks.reading import few_notes, header, split_places
 from narrowgauge.train.tasks.tables import hashed_share
@@ -171,6 +172,10 @@ class ImageTask(TrainTask):
         return Objective(torch.compile(model) if self.config.compile else model, {}, "of one class for each picture")
 
     def feed(self, model: Any) -> ImageFeed:
+        border = unread_border(model, self.tokenizer)
+        if border and border not in self.known["notes"]:
+            tell(f"Note: {border}")
+            self.known["notes"] = [*self.known["notes"], border]
         config, tokens = self.config, np.full(len(self.train), self.patches, np.int64)
         batching = data.Batching(
             batch_size=config.batch_size, seed=config.seed, classes=1, multiple=1, tokens_multiple=1

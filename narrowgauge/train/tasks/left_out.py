@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from narrowgauge.diagnose.left_out import batch_of
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Feed, StepBatch
 
@@ -27,10 +28,7 @@ class LeavingOut(Feed):
 
     def number(self, step: int) -> int:
         """Of the batch that is drawn after so many finished steps."""
-        found = step + 1
-        for each in self.left_out:
-            found += each <= found
-        return found
+        return batch_of(step + 1, self.left_out)
 
     def leave_out(self, numbers: Iterable[int]) -> None:
         """These as well; of those that were drawn before the present step none."""

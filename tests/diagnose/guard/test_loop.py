@@ -173,6 +173,26 @@ def test_a_resumed_loop_ends_in_the_same_bits(plain, stop):
     assert begins == {3: [4, 8], 4: [4, 8], 6: [6], 7: [8], 10: [10]}[stop]
 
 
+@pytest.mark.parametrize("how", ["loaded", "failed", "ended"])
+def test_a_check_that_is_dropped_or_over_leaves_no_hook(plain, how):
+    """A hook that stays samples the gradients of every later step."""
+    loop = Loop()
+    before = len(loop.optimizer._optimizer_step_pre_hooks)
+    held = loop.guard.state_dict()
+    loop.run(4)
+    loop.guard.before_step()
+    assert loop.guard.is_checking and len(loop.optimizer._optimizer_step_pre_hooks) == before + 1
+    if how == "loaded":
+        loop.guard.load_state_dict(held)
+    elif how == "failed":
+        with pytest.raises(TypeError):
+            loop.guard(None)
+    else:
+        loop.step({"ids": list(loop.batches[4])})
+        loop.guard.after_step({"ids": list(loop.batches[4])}, torch.tensor(1.0))
+    assert len(loop.optimizer._optimizer_step_pre_hooks) == before
+
+
 @pytest.mark.slow
 def test_a_step_that_fails_in_the_reference_leaves_the_narrow_run(plain):
     plain = Loop(guard="").run(7)
@@ -259,10 +279,49 @@ def test_a_loss_that_is_none_is_refused_with_the_first_step(plain):
         loop.guard({"ids": list(loop.batches[0])})
 
 
-@pytest.mark.parametrize("steps", [{"every": 0}, {"steps": 0}, {"every": 4, "steps": 9}, {"steps": 2.5}], ids=str)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"every": 0},
+        {"steps": 0},
+        {"every": 4, "steps": 9},
+        {"steps": 2.5},
+        {"every": True},
+        {"every": "9"},
+        {"every": float("nan")},
+    ],
+    ids=str,
+)
 def test_steps_that_cannot_be_are_refused(steps):
     with pytest.raises(ConfigError, match="must be whole numbers, steps from 2 to every"):
         GuardSettings(**steps)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"margin": -0.1}, "margin = -0.1: must be a positive number"),
+        ({"margin": "0.25%"}, "margin = '0.25%': must be a positive number"),
+        ({"margin": True}, "margin = True"),
+        ({"least_margin": float("nan")}, "least_margin = nan"),
+        ({"least_margin": None}, "least_margin = None"),
+        ({"is_in_nats": 1}, "is_in_nats = 1: must be True or False"),
+        ({"then": None}, "then = None: must be 'warn', 'stay' or the name of a recipe"),
+        ({"then": ""}, "then = ''"),
+    ],
+    ids=str,
+)
+def test_margins_that_cannot_be_are_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        GuardSettings(**given)
+
+
+@pytest.mark.parametrize("name", ["warmup_steps", "total_steps", "steps_done"])
+@pytest.mark.parametrize("value", [2.5, -1, True, "3", None, float("inf")], ids=str)
+def test_counts_of_steps_that_are_none_are_refused(name, value):
+    loop = Loop(guard="", states=False)
+    with pytest.raises(ConfigError, match=f"Guard: {name} = {value!r}: must be a whole number of steps"):
+        ng.Guard("every=4,steps=3", loop.model, loop.optimizer, loop.step, **{name: value})
 
 
 @pytest.mark.parametrize(

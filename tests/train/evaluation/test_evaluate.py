@@ -145,8 +145,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
     result = evaluate(run, Asked(checkpoints="all", device="cpu"))
     assert [row["step"] for row in result["checkpoints"]] == [4, 12]
     assert [*result["passed_over"]] == ["checkpoints/step-00000008"]
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints could be scored"):
+    with pytest.raises(CheckpointError, match="checkpoint '8' cannot be scored"):
         evaluate(run, Asked(checkpoints="8", device="cpu"))
+
+
+def test_where_the_newest_is_damaged_the_next_that_is_intact_is_named(run) -> None:
+    """With the option that scores it; a damaged one is not, and where none is left that is said."""
+    for step, words in (
+        (12, "checkpoints/step-00000008 is intact: score it with --checkpoints 8"),
+        (8, "--checkpoints 4"),
+        (4, ""),
+    ):
+        weights = run / "checkpoints" / f"step-{step:08}" / "weights-0.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        with pytest.raises(CheckpointError, match=words or "No other checkpoint of the run is intact: restore one"):
+            evaluate(run, Asked(device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("parts", {"precision": "fp32", "recipe": "none", "micro_batches": 2}),
     ("lion", {"precision": "bf16-o3", "optimizer": "lion", "states": "8bit", "checkpointing": "selective"}),
     ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
+    ("codes", {"embedding_codes": "int4", "layers": 3}),
+    ("coded weights", {"embedding_codes": "int8", "precision": "bf16-o2", "recipe": "int4-hq-bs", "layers": 3}),
     ("classes", {"task": "classification", "model": bert, "data": "nowhere.csv", "classes": "3", "precision": "fp32"}),
     (
         "answers",

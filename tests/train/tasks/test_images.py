@@ -14,9 +14,11 @@ import torch
 import transformers
 from PIL import Image
 
+from narrowgauge import data
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train import loop
 from narrowgauge.train.config.settings import TrainConfig, replace
+from narrowgauge.train.tasks.image_model import unread_border
 from tests.compare import assert_same
 from tests.selection import quick
 from tests.train import tiny
@@ -130,6 +132,54 @@ def test_without_a_model_a_vit_of_the_settings_sizes_starts_at_random(place, tmp
     facts = run_json(config)
     assert facts["model"]["patches"] == 16 and facts["tokens_per_step"] == 16 * 8
     assert facts["planned"].get("allocated_bytes", 0) > 2**20, facts["planned"]
+
+
+SMALL = {"num_labels": 2, "num_channels": 3}
+READERS = {
+    "vit": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=(14, 13), patch_size=4, **SMALL
+        )
+    ),
+    "convnext": lambda: transformers.ConvNextForImageClassification(
+        transformers.ConvNextConfig(num_stages=1, hidden_sizes=[8], depths=[1], patch_size=4, **SMALL)
+    ),
+    "swin": lambda: transformers.SwinForImageClassification(
+        transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[2], window_size=2, image_size=16, patch_size=4, **SMALL)
+    ),
+    "resnet": lambda: transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", **SMALL)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_pixels_that_no_patch_covers_are_told(kind):
+    """Exactly those without a gradient: of 14 x 13 pixels in patches of 4 x 4 two rows and a column; of none where a model fills up."""
+    torch.manual_seed(0)
+    model = READERS[kind]().eval()
+    size = replace(data.Preprocessing.plain(14, 3), width=13)
+    pixels = torch.randn(2, 3, 14, 13, requires_grad=True)
+    model(pixel_values=pixels).logits.square().sum().backward()
+    seen = pixels.grad.abs().sum((0, 1)) > 0
+    rows, columns = (~seen.any(1)).nonzero().flatten().tolist(), (~seen.any(0)).nonzero().flatten().tolist()
+    said = unread_border(model, size)
+    if kind in ("vit", "convnext"):
+        assert rows == [12, 13] and columns == [12]
+        assert "never sees 2 rows at the bottom and 1 column at the right, 20.9 % of each picture" in said
+        assert "Pictures of 12 x 12 or 16 x 16 pixels" in said
+    else:
+        assert rows == columns == [] and said == ""
+
+
+def test_a_run_says_once_what_it_never_sees(place, tmp_path, capfd):
+    sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "image_size": 14, "patch_size": 4}
+    config = folders.settings(tmp_path / "run", task="image-classification", data=place / "pictures", **sizes, steps=2)
+    assert loop.run(config) == 0
+    said = capfd.readouterr().err
+    assert said.count("Note: patches of 4 x 4 do not fill pictures of 14 x 14 pixels") == 1
+    assert said.index("never sees 2 rows") < said.index("step 2")
+    assert any("never sees 2 rows" in note for note in run_json(config)["data"]["notes"])
 
 
 @pytest.mark.slow
