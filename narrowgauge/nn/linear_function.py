@@ -73,7 +73,13 @@ class LinearFunction(torch.autograd.Function):
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = x_step = w_step = None
 
-        if wants[0]:
+        rotation, is_last = NONE, False
+        if wants[0] and wants[1] and not is_compiling() and not g.plan.transposes:
+            from narrowgauge.nn.noise import comes_last, drawn_ahead
+
+            is_last = comes_last(g)
+            rotation = drawn_ahead(g, w, recipe.grad_input.rotate) if is_last else NONE
+        if wants[0] and not is_last:
             rotation = NONE if (h := recipe.grad_input.rotate) is None else Rotation.draw(h, gy, stream, "grad_input")
             d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
@@ -84,6 +90,11 @@ class LinearFunction(torch.autograd.Function):
             d = _gradient("grad_weight", g.cols(turn, x), x.cols(turn, g), context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d if d.dtype == dtype else d.to(dtype)
+        if is_last:
+            del x, saved, d
+            ctx.maybe_clear_saved_tensors()  # unless the graph is kept
+            grad_input = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
+            grad_input = grad_input.to(ctx.x_dtype)
         grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
