@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.random import Key, draw, draws_keys
-from narrowgauge.recipe import Hadamard
 
 
 def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
@@ -32,24 +30,17 @@ def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
 
-def comes_last(gy: Any) -> bool:
-    """Whether the gradient of the input may be made behind that of the weight, with the same bits and no more work.
+def drawn_ahead(gy: Any, w: Any) -> bool:
+    """Draws the keys of both operands of the input's gradient, which is made behind that of the weight then, to the same bits.
 
-    So x, its cast and that of gy.T are gone when it is made, and it is not there while they are. Not where one cast of gy serves both
-    products, and not in the eyes of an observer, which is shown products in their order.
+    So x, its cast and that of gy.T are gone when it is made, and it is not there while they are. False where noise has no keys, and
+    straight-through, where the products share more than noise.
     """
-    plan, context = gy.plan, gy.context
-    if plan.pairs or plan.transposes or plan.cols is None or context.plan.recipe.backward == "straight-through":
+    if gy.context.plan.recipe.backward == "straight-through" or not draws_keys(gy.tensor.device):
         return False
-    return context.observer is None and draws_keys(gy.tensor.device)
-
-
-def drawn_ahead(gy: Any, w: Any, hadamard: Hadamard | None) -> Rotation:
-    """The rotation of the input's gradient; the keys of both operands of that product wait for it."""
-    rotation = Rotation.draw(hadamard, gy.tensor, gy.context.stream, "grad_input")
     rows, cols, serves = gy.plan.rows, w.plan.cols, w.plan.transposes and w.casts.rows is not None
     if gy.casts.rows is None and rows is not None and rows.rounding == "stochastic":
         gy.waiting["rows"] = noise_of(gy, gy.tensor, "rows")
     if w.casts.cols is None and not serves and cols is not None and cols.rounding == "stochastic":
         w.waiting["cols"] = noise_of(w, w.tensor.t(), "cols")
-    return rotation
+    return True

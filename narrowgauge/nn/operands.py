@@ -87,7 +87,8 @@ class Operand:
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
     ) -> None:
         self.tensor, self.plan, self.context, self.needs, self.state = tensor, plan, context, needs, state
-        self.casts, self.waiting = Casts(), dict[str, Any]()
+        self.casts = Casts()
+        self.waiting: dict[str, Any] = {}
 
     def read(self) -> None:
         """Makes both casts at once, or one and the amax of the window, where a kernel reads t once for them; else the amax alone."""
@@ -333,6 +334,14 @@ class Operand:
             if found.is_empty:
                 found.amax = amax
         return self
+
+    def lets_wait(self, w: Operand) -> bool:
+        """(gy) whether the gradient of the input is made behind that of the weight; its random numbers are then drawn now (noise.py)."""
+        if self.plan.transposes or self.plan.pairs or self.context.observer is not None or is_compiling():
+            return False
+        from narrowgauge.nn.noise import drawn_ahead  # where one cast of gy does not serve both products
+
+        return drawn_ahead(self, w)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
         """(gy) the result of a product that read it, of all rows."""
