@@ -71,15 +71,16 @@ class LinearFunction(torch.autograd.Function):
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = x_step = w_step = None
-        rotation = Rotation.draw(recipe.grad_input.rotate if wants[0] else None, gy, stream, "grad_input")
-        is_last = wants[0] and wants[1] and g.lets_wait(w)
+        turns = recipe.grad_input.rotate if wants[0] else None, recipe.grad_weight.rotate
+        rotation = NONE if turns[0] is None else Rotation.draw(turns[0], gy, stream, "grad_input")
+        is_last = wants[0] and wants[1] and not g.plan.transposes and g.lets_wait(w)
         for product in ("grad_weight", "grad_input") if is_last else ("grad_input", "grad_weight"):
             if product == "grad_input" and wants[0]:
                 d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
                 d, x_step = x.gradient(g.finished("grad_input", d))
                 grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
             elif product == "grad_weight" and wants[1]:
-                turn = Rotation.draw(recipe.grad_weight.rotate, gy.T, stream, "grad_weight")
+                turn = NONE if turns[1] is None else Rotation.draw(turns[1], gy.T, stream, "grad_weight")
                 dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has none below 6e-8
                 d = _gradient("grad_weight", g.cols(turn, x), x.cols(turn, g), context, dtype)
                 d, w_step = w.gradient(g.finished("grad_weight", d))

@@ -337,7 +337,7 @@ class Operand:
 
     def lets_wait(self, w: Operand) -> bool:
         """(gy) whether the gradient of the input is made behind that of the weight; its random numbers are then drawn now (noise.py)."""
-        if self.plan.transposes or self.plan.pairs or self.context.observer is not None or is_compiling():
+        if self.plan.pairs or self.context.observer is not None or is_compiling():
             return False
         from narrowgauge.nn.noise import drawn_ahead  # where one cast of gy does not serve both products
 
