@@ -23,10 +23,9 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling, type_of
 from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, column_sums, no_double_backward
 from narrowgauge.nn.kept_products import KEEPER
-from narrowgauge.nn.operands import KINDS, find
+from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
-from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Recipe
 
 
@@ -72,18 +71,22 @@ class LinearFunction(torch.autograd.Function):
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = x_step = w_step = None
-
-        if wants[0]:
-            rotation = NONE if (h := recipe.grad_input.rotate) is None else Rotation.draw(h, gy, stream, "grad_input")
-            d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
-            d, x_step = x.gradient(g.finished("grad_input", d))
-            grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
-        if wants[1]:
-            turn = NONE if (h := recipe.grad_weight.rotate) is None else Rotation.draw(h, gy.T, stream, "grad_weight")
-            dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
-            d = _gradient("grad_weight", g.cols(turn, x), x.cols(turn, g), context, dtype)
-            d, w_step = w.gradient(g.finished("grad_weight", d))
-            grad_weight = d if d.dtype == dtype else d.to(dtype)
+        turns = recipe.grad_input.rotate if wants[0] else None, recipe.grad_weight.rotate
+        rotation = NONE if turns[0] is None else Rotation.draw(turns[0], gy, stream, "grad_input")
+        is_last = wants[0] and wants[1] and not g.plan.transposes and g.lets_wait(w)
+        for product in ("grad_weight", "grad_input") if is_last else ("grad_input", "grad_weight"):
+            if product == "grad_input" and wants[0]:
+                d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
+                d, x_step = x.gradient(g.finished("grad_input", d))
+                grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
+            elif product == "grad_weight" and wants[1]:
+                turn = NONE if turns[1] is None else Rotation.draw(turns[1], gy.T, stream, "grad_weight")
+                dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has none below 6e-8
+                d = _gradient("grad_weight", g.cols(turn, x), x.cols(turn, g), context, dtype)
+                d, w_step = w.gradient(g.finished("grad_weight", d))
+                grad_weight = d if d.dtype == dtype else d.to(dtype)
+                if is_last:  # then what backward keeps of x goes, unless the graph is kept for another one
+                    x.tensor, x.casts, saved = None, Casts(), ctx.maybe_clear_saved_tensors()
         grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
@@ -93,9 +96,7 @@ class LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
 
-def _gradient(
-    product: str, lhs: QTensor | Tensor, rhs: QTensor | Tensor, context: LinearContext, dtype: torch.dtype
-) -> Tensor:
+def _gradient(product: str, lhs: Any, rhs: Any, context: LinearContext, dtype: torch.dtype) -> Tensor:
     """A product whose result becomes a gradient of type `dtype`; in float32 where an epilogue works on it first.
 
     Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to that on its way, as in torch's own Linear there.

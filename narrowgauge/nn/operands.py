@@ -74,6 +74,7 @@ class Operand:
     is_carrier    whether the tensor has no numbers: its codes were gathered from other ranks
     after         in backward the gradient that it began with
     later         in backward what makes it again, if its cols are asked for
+    waiting       noise of its rows or cols that was drawn ahead (noise.py)
     """
 
     sampled: Tensor | None = None
@@ -87,6 +88,7 @@ class Operand:
     ) -> None:
         self.tensor, self.plan, self.context, self.needs, self.state = tensor, plan, context, needs, state
         self.casts = Casts()
+        self.waiting: dict[str, Any] = {}
 
     def read(self) -> None:
         """Makes both casts at once, or one and the amax of the window, where a kernel reads t once for them; else the amax alone."""
@@ -216,13 +218,7 @@ class Operand:
 
             if casts_apart(cast, x):
                 noise = self._noise(x, which) if cast.rounding == "stochastic" else None
-                return cast_in_pieces(
-                    x,
-                    cast,
-                    rotation,
-                    noise,
-                    lambda rows, cast, noise: self.plan.quantize(rows, cast, None, noise, expand),
-                )
+                return cast_in_pieces(x, cast, rotation, noise, self.plan, expand)
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
     def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str) -> QTensor | Tensor:
@@ -234,16 +230,9 @@ class Operand:
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:
-        from narrowgauge.ops.random import draw  # where casts round stochastically alone
+        from narrowgauge.nn.noise import noise_of  # where casts round stochastically alone
 
-        plan, keys = self.plan, self.casts.keys
-        rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
-        if plan.role != "w" or self.context.cache is None or (rotate is not None and rotate.signs == "random"):
-            return draw(tuple(x.shape), x.device, self.context.stream, plan.role, which)
-        if which == "cols" and which in keys:  # cast once a step, or again with the same numbers
-            return keys[which]
-        noise = draw(tuple(x.shape), x.device, self.context.stream, plan.role, which)
-        return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
+        return noise_of(self, x, which)
 
     @property
     def rows_matter(self) -> bool:
@@ -345,6 +334,14 @@ class Operand:
             if found.is_empty:
                 found.amax = amax
         return self
+
+    def lets_wait(self, w: Operand) -> bool:
+        """(gy) whether the gradient of the input is made behind that of the weight; its random numbers are then drawn now (noise.py)."""
+        if self.plan.pairs or self.context.observer is not None or is_compiling():
+            return False
+        from narrowgauge.nn.noise import drawn_ahead  # where one cast of gy does not serve both products
+
+        return drawn_ahead(self, w)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
         """(gy) the result of a product that read it, of all rows."""

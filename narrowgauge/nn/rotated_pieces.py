@@ -6,12 +6,12 @@ included, which is a function of the element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
@@ -30,12 +30,15 @@ def casts_apart(cast: Cast, x: Tensor) -> bool:
     return cast.tile[0] == 1 and not cast.scale.two_level and isinstance(cast.calibrate, Current)
 
 
-def cast_in_pieces(x: Tensor, cast: Cast, rotation: Rotation, noise: Any, run: Callable[..., QTensor]) -> QTensor:
-    """noise: the Key of all of it, or None; run(rows, cast, its noise) casts rotated rows."""
+def cast_in_pieces(
+    x: Tensor, cast: Cast, rotation: Rotation, noise: Any, plan: OperandPlan, expand: torch.dtype | None
+) -> QTensor:
+    """noise: the Key of all of it, or None. plan: of the operand, which casts rotated rows."""
     parts = []
     for each in cuts(x):
         rows = rotation(x[each])
-        parts.append(run(rows, cast, None if noise is None else noise.after(each.start * rows.shape[1])))
+        some = None if noise is None else noise.after(each.start * rows.shape[1])
+        parts.append(plan.quantize(rows, cast, None, some, expand))
         del rows  # before the next ones are made
     data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
     first = parts[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from narrowgauge import recipes
 from narrowgauge.conversion import advance, convert, suspended
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
+from narrowgauge.nn import linear_function
 from narrowgauge.nn.linear import QLinear, linear
 from narrowgauge.recipe import Cast, Gemm, Recipe
 from tests.compare import assert_same, sqnr_db
@@ -165,6 +167,45 @@ def test_gradient_of_the_input_is_not_computed_when_nobody_asks() -> None:
     layer.observer = lambda gemm, role, original, operand: products.add(gemm)
     layer(torch.randn(8, 64)).sum().backward()
     assert products == {"output", "grad_weight"}
+
+
+@pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("tokens", [40, 33])
+def test_the_order_of_the_backward_products_changes_no_bits(recipe: Recipe, tokens: int) -> None:
+    """A layer without an observer may make the gradient of its input last; one with an observer never does."""
+    x, gy = torch.randn(tokens, 64), torch.randn(tokens, 32)
+    layer, products = layer_of(recipe), []
+    found = run(layer, x, gy)
+    drawn = torch.get_rng_state()
+    layer = layer_of(recipe)
+    layer.observer = lambda gemm, role, original, operand: products.append(gemm)
+    watched = run(layer, x, gy)
+    assert products.index("grad_input") < products.index("grad_weight")
+    assert_same(found, watched)
+    assert_same(drawn, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_the_input_is_gone_when_its_gradient_is_made(monkeypatch, keeps_graph: bool) -> None:
+    """Unless the graph is kept for another backward pass, which then finds it."""
+    layer, x = layer_of(recipes.MXFP4), torch.randn(40, 64, requires_grad=True)
+    gone, seen = [], []
+    original = linear_function._gradient
+
+    def watch(product: str, *given: Any) -> torch.Tensor:
+        seen.append((product, bool(gone)))
+        return original(product, *given)
+
+    monkeypatch.setattr(linear_function, "_gradient", watch)
+    inner = x * 2
+    weakref.finalize(inner.untyped_storage(), gone.append, True)
+    y = layer(inner)
+    del inner
+    y.backward(torch.ones_like(y), retain_graph=keeps_graph)
+    assert seen == [("grad_weight", False), ("grad_input", not keeps_graph)]
+    if keeps_graph:
+        y.backward(torch.ones_like(y))
+        assert seen[2:] == [("grad_weight", False), ("grad_input", True)]
 
 
 @pytest.mark.parametrize("recipe", RECAST, ids=lambda recipe: recipe.name)
