@@ -116,7 +116,7 @@ class Operand:
                 casts.state = state
                 return
         if state is None and casts.rows is None and self._remembers_amax:
-            casts.amax = plan.amax(self.tensor)
+            casts.rows, casts.amax = plan.with_amax(self.tensor)
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)

@@ -86,17 +86,17 @@ class OperandPlan:
         found: QTensor = run(x, cast, amax, noise, expand)
         return found
 
-    def amax(self, x: Tensor) -> Tensor:
-        """The amax by which `quantize` then casts both x and x.T, of one scale; see `ops.quantize.pair.plan_amax`."""
+    def with_amax(self, x: Tensor) -> tuple[QTensor | None, Tensor]:
+        """See `ops.quantize.pair.plan_with_amax`."""
         assert self.rows is not None
         if is_compiling():
-            return tile_amax(x.detach(), (WHOLE, WHOLE))
+            return None, tile_amax(x.detach(), (WHOLE, WHOLE))
         key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
         if (run := self.kernels.get(key)) is None:
             from narrowgauge.ops.quantize import pair  # where weights are cast again
 
-            run = self.kernels[key] = pair.plan_amax(x, self.rows)
-        found: Tensor = run(x)
+            run = self.kernels[key] = pair.plan_with_amax(x, self.rows)
+        found: tuple[QTensor | None, Tensor] = run(x)
         return found
 
     def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:

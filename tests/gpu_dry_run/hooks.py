@@ -5,7 +5,8 @@
     narrowgauge                kernels are taken by their word, and what a norm or a head computes is proved without the GPU: nothing is
                                computed there that could prove it; a line with the bytes of tensors whose addresses lie in a table
 
-How bytes are counted: each tensor argument once as a read if the kernel loads through it, once as a write if it stores.
+How bytes are counted: each tensor argument once as a read if the kernel loads through it, or once for each loop that does, one after
+the other; once as a write if it stores.
 
     Inductor's kernels    argument names say which; of a tensor with more elements than the kernel's loops have iterations (an
                           embedding table, a slice) as many elements as iterations. Several slices of one tensor count as one there,
@@ -15,8 +16,9 @@ How bytes are counted: each tensor argument once as a read if the kernel loads t
                           What happens under an `if` is counted apart (conditional)
     addresses in a table  (the optimizer's step): as `launch` is told; of a tensor that is named twice the second time is the write
 
-Elements that are read twice (tiles of a GEMM, a reduction and then a cast in one kernel) count once: it is what must come from memory,
-not what a bad access order costs. Beside it stands `spanned`, the plainest count: every tensor argument once and whole.
+Elements that are read twice in one loop (tiles of a GEMM), or by one of Inductor's kernels, count once: it is what must come from memory,
+not what a bad access order costs. A largest magnitude and then a cast in one kernel count twice, as in two launches, although the
+second time part of it is in the cache. Beside it stands `spanned`, the plainest count: every tensor argument once and whole.
 """
 
 from __future__ import annotations
@@ -192,7 +194,7 @@ def _spans(kinds: dict[str, str], arguments: dict[str, Any], iterations: int | N
         tensor = arguments.get(name)
         if _is_tensor(tensor):
             size = min(tensor.numel(), iterations or tensor.numel()) * tensor.element_size()
-            read += size * ("r" in kind)
+            read += size * kind.count("r")
             written += size * ("w" in kind)
             conditional += size * (("R" in kind) + ("W" in kind))
     return {"read": read, "written": written, "conditional": conditional}

@@ -30,7 +30,7 @@ def measured(name: str, mode: str) -> tuple[Summary, Numbers]:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    model = converted(llama(), name)
+    model = converted(llama("cuda"), name)
     forward = torch.compile(model) if mode == "compiled" else model
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), device="cuda")
 
@@ -54,16 +54,16 @@ def measured(name: str, mode: str) -> tuple[Summary, Numbers]:
     return seen, beside
 
 
-def llama() -> Any:
+def llama(device: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=1,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
     )  # fmt: skip
-    with torch.device("cuda"):
+    with torch.device(device):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-    if not use_attention_of_whole_rows(model, {}):
+    if not use_attention_of_whole_rows(model, {"input_ids": torch.empty(ROWS, LENGTH)}):
         raise RuntimeError("the model keeps its mask, which is dense while it is traced")
     return model
 

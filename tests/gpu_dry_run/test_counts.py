@@ -9,8 +9,9 @@ import json
 
 import pytest
 
+from narrowgauge.train.attention import WHOLE_ROWS
 from tests.gpu_dry_run import __main__ as command
-from tests.gpu_dry_run import counts
+from tests.gpu_dry_run import counts, layer
 
 OLD = {
     "versions": {},
@@ -90,6 +91,11 @@ def test_an_update_writes_what_was_counted_and_keeps_the_rest(counted):
     }
     assert found["kernels"] == {"linear: int8: cast": {"registers": 8}, "trainer: a: b": {}}
     assert counted(new) == 0
+
+
+def test_the_layer_that_is_counted_has_no_mask():
+    """Its batch names what the trainer's has: a batch without ids counts as another task's, whose mask is kept."""
+    assert layer.llama("meta").config._attn_implementation == WHOLE_ROWS
 
 
 @pytest.mark.slow

@@ -53,6 +53,26 @@ def test_accesses_are_followed_through_loops_and_told_apart_under_conditions():
     assert list(found) == ["x", "out", "out_1", "state", "state_2"]
 
 
+def test_what_two_loops_load_is_read_twice():
+    """A largest magnitude, then a cast: as in two launches. Two loads of one loop, its inner loops included, are one."""
+    loop = "scf.for %i = %a to %b step %c : i32 {"
+    load = "%3 = tt.load %1, %mask : tensor<64x!tt.ptr<bf16>>"
+    before, after = TTIR.split(f"    {load}\n")
+    assert accesses("\n".join([before, loop, load, "}", loop, load, "}", after]))["x"] == "rr"
+    assert accesses("\n".join([before, loop, load, loop, load, "}", "}", load, after]))["x"] == "r"
+    assert accesses("\n".join([before, loop, load, "}", "scf.if %9 {", loop, load, "}", "}", after]))["x"] == "r"
+
+
+def test_names_are_used_again_in_regions_side_by_side():
+    """As Triton's IR prints them: the pointers of one loop are not those of the next."""
+    loops = [
+        f"scf.for %i = %a to %b step %c : i32 {{\n%20 = tt.addptr %{name}, %2 : !tt.ptr<f32>\n{access}\n}}"
+        for name, access in (("out", "tt.store %20, %3 : !tt.ptr<i8>"), ("state", "%21 = tt.load %20 : !tt.ptr<i32>"))
+    ]
+    found = accesses(TTIR.replace("    tt.return", "\n".join([*loops, "tt.return"])))
+    assert (found["out"], found["state"]) == ("w", "rw")
+
+
 def test_instructions_leave_out_slow_paths_and_filling():
     assert binaries.instructions(SASS) == 6
     assert binaries.instructions(SASS.replace("CALL.REL.NOINC 0x60", "IADD3 R4, R4, R5, RZ")) == 9

@@ -194,7 +194,9 @@ def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (37, 53), (129, 8193), (300, 512), (1024, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 4097), (37, 53), (129, 8193), (304, 512), (300, 512), (1024, 1024)], ids=str
+)
 def test_kernels_have_the_bits_of_the_reference(gpu, cast, shape):
     """Every orientation, odd sizes, poisoned outputs; hence the conversion instruction as well."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
@@ -203,6 +205,30 @@ def test_kernels_have_the_bits_of_the_reference(gpu, cast, shape):
         check(x.T.contiguous().T.to(gpu), cast)
     check(wide(*shape).to(gpu), cast, torch.bfloat16)
     check(wide(shape[0], 2 * shape[1]).to(gpu)[:, : shape[1]], cast)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)  # programs that wait for ever would not end
+@pytest.mark.parametrize("cast", [Cast(format=E4M3), Cast(format=INT8, tile=(1, WHOLE))], ids=str)
+def test_programs_that_wait_for_each_other(gpu, cast):
+    """More pieces than programs, beside work on another stream, again and again, and in a CUDA graph: the bits of the reference."""
+    shape = (6000, 4112)
+    x, busy, graph = torch.randn(*shape, dtype=torch.bfloat16, device=gpu), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    numbers = torch.randn(4096, 4096, device=gpu)
+    for i in range(10):
+        x.mul_(0.7)
+        with torch.cuda.stream(busy):
+            numbers @ numbers
+        if i == 3:
+            with torch.cuda.graph(graph):
+                captured = quantize_pair(x, cast, backend="triton")
+        if i > 3:
+            graph.replay()
+        for got in [quantize_pair(x, cast, backend="triton"), *([captured] if i > 3 else [])]:
+            for mine, of in zip(got[:2], (x, x.T), strict=True):
+                wanted = quantize(of.cpu(), cast, backend="reference")
+                assert_same(mine.scale.contiguous(), wanted.scale.contiguous())
+                assert_same(mine.data, wanted.data)
 
 
 @pytest.mark.gpu

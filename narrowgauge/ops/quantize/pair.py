@@ -95,15 +95,14 @@ def plan(
     return lambda x, state, _: replays(x, state)
 
 
-def plan_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], Tensor]:
-    """What finds the amax by which both x and x.T are then cast, by one scale, [1, 1]. It serves other tensors as `plan` does."""
-    amax = x.new_empty((1, 1))
-    kernels = [OF_ONE.choose(Spec.of(each, cast, amax)).kernel for each in (x, x.T)]
-    if not all(kernel.name == "triton" for kernel in kernels):
-        return lambda x: definition.tile_amax(x.detach(), cast.tile)
+def plan_with_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], tuple[QTensor | None, Tensor]]:
+    """What gives x, where it is cast in the same launch, and the amax by which x.T is then cast, by one scale, [1, 1]. Serves as `plan`."""
+    specs = Spec.of(x, cast), Spec.of(x.T, cast, x.new_empty((1, 1)))
+    if not all(OF_ONE.choose(spec).kernel.name == "triton" for spec in specs):
+        return lambda x: (None, definition.tile_amax(x.detach(), cast.tile))
     from narrowgauge.ops.triton.replay import Replays  # where there are launches
 
-    return Replays(triton.amax)
+    return Replays(lambda x: triton.with_amax(x, cast))
 
 
 @torch.no_grad()

@@ -35,6 +35,6 @@ def refuse(spec: Spec) -> Refusal | None:
     return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
 
 
-run, both, pair, precast, amax, empty = (
-    imported(LAUNCHES, name) for name in ("run", "both", "pair", "precast", "amax", "empty")
+run, both, pair, precast, with_amax, empty = (
+    imported(LAUNCHES, name) for name in ("run", "both", "pair", "precast", "with_amax", "empty")
 )

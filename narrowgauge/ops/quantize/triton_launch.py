@@ -1,12 +1,15 @@
 """Launches of the Triton kernels that quantize: the reference's bits, in one or two launches.
 
     tile             launches                             reads of x; x.T comes with it where it is wanted
-    tensor           maxima, cast                         2, the second from the cache where x fits
+    tensor           one, whose programs all run at once  2, the second from the cache where x fits
     tensor, delayed  one                                  1
     row              one                                  1, of a row longer than 8,192 elements 2, the second from the cache
-    row, with x.T    maxima, cast                         2, as of a tensor
+    row, with x.T    one, as of a tensor                  2, as of a tensor
     blocks           one                                  1
     blocks, 2 level  maxima, cast                         2, as of a tensor
+
+Two launches, maxima and cast, where one would take more than the 64 registers that it may have: stochastic rounding, sides that are no
+multiple of 16, rows with x.T in formats of less than 8 bits.
 
 Sizes of the pieces, none of them measured yet on a GPU:
 
@@ -18,11 +21,13 @@ Sizes of the pieces, none of them measured yet on a GPU:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import dry_run_on
 from narrowgauge.ops.quantize import triton_block, triton_transpose
 from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
@@ -41,6 +46,11 @@ LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # of tiles with a side above 64; other
 # Programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200.
 PARTS = 1, 32, 512
 SETTLING = 512  # programs that in most steps find nothing to cast
+# What `amax_and_cast` is launched by. Cooperative: the driver starts all of its programs at once, or refuses. 1,024 threads of at most 64
+# registers fit on every multiprocessor from compute capability 8.0 on.
+AT_ONCE: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": 64}
+THREADS = 1024
+FEW = 32  # programs
 SHARED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 
 Dtype = torch.dtype | None
@@ -199,6 +209,16 @@ def amax(x: Tensor) -> Tensor:
     return whole.view(torch.float32)
 
 
+def with_amax(x: Tensor, cast: Cast) -> tuple[QTensor | None, Tensor]:
+    """x, not empty, by one scale, and its amax [1, 1] float32, in one launch; None and the amax where it rounds stochastically."""
+    if cast.rounding == "stochastic":
+        return None, amax(x)
+    rows, whole = Output(tuple(x.shape), cast, x.device), torch.empty(1, 1, dtype=torch.int32, device=x.device)
+    memory, is_transposed = _in_memory_order(x.detach())
+    _cast_by_one(memory, constants(x, cast), (None, rows) if is_transposed else (rows, None), None, whole)
+    return rows.finished(), whole.view(torch.float32)
+
+
 Wanted = tuple[
     "Output | None", "Output | None"
 ]  # in the order of x, whose rows lie in memory, and transposed; None: it is not
@@ -208,16 +228,41 @@ def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orienta
     return Orientation() if output is None else Orientation(output.codes, output.scale, maxima, output.key)
 
 
-def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
-    """One scale for the tensor."""
-    maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
+def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole: Tensor | None = None) -> None:
+    """One scale for the tensor. whole: int32 [1, 1], to be given the bits of the largest magnitude; then it rounds to nearest."""
     scale = next(output.scale for output in wanted if output is not None)
-    first = _orientation(wanted[0])._replace(scales=scale, maxima=maxima)
-    matrix, programs, sizes = _pieces(x, C, dense=wanted[1] is None)
+    first = _orientation(wanted[0])._replace(scales=scale)
     second = _orientation(wanted[1])._replace(scales=None)  # its scale is that of the first
-    launch(triton_transpose.cast_both, programs, matrix, first, second, None, PARTS=maxima.numel(), **sizes)
+    matrix, pieces, sizes = _pieces(x, C, dense=wanted[1] is None)
+    if amax is None and _is_at_once(matrix, C):
+        programs, parts = _at_once(pieces, sizes["warps"], x.device)
+        first = first._replace(maxima=torch.empty(programs, dtype=torch.int32, device=x.device))
+        given = (matrix, first, second, whole, zeros_left_zero(1, x.device))
+        launch(triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **sizes, **AT_ONCE)
+    else:
+        maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
+        first = first._replace(maxima=maxima)
+        launch(triton_transpose.cast_both, pieces, matrix, first, second, None, PARTS=maxima.numel(), **sizes)
     if wanted[1] is not None:
         wanted[1].scale = scale
+
+
+def _is_at_once(x: Matrix, C: CastConstants) -> bool:
+    """Whether its registers suffice for `amax_and_cast`: rounding to nearest, in rows and columns that are multiples of 16."""
+    return not (C.stochastic or x.rows % 16 * (x.rows > 1) or x.columns % 16 or x.stride % 16)
+
+
+def _at_once(pieces: int, warps: int, device: torch.device) -> tuple[int, int]:
+    """(programs that share so many pieces and all run at once, places for a maximum of each: of few sizes, each is compiled apart)."""
+    most = _running(warps, device.index) if device.type == "cuda" and dry_run_on() is None else 1
+    programs = min(pieces, most)
+    return programs, FEW if programs <= FEW else 1 << (most - 1).bit_length()
+
+
+@cache
+def _running(warps: int, index: int | None) -> int:
+    """How many programs run at once."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count) * (THREADS // (32 * warps))
 
 
 def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
@@ -231,8 +276,14 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         lengths = [0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)]
         *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
         maxima = [part if len(part) else None for part in parts]
+    both = [_orientation(*each) for each in zip(wanted, maxima, strict=True)]
+    if amax is None and _is_at_once(matrix, C) and C.bits == 8:
+        programs = _at_once(programs, sizes["warps"], x.device)[0]
+        launch(triton_transpose.amax_and_cast, programs, matrix, *both, None, ended, PARTS=0, **sizes, **AT_ONCE)
+        return
+    if amax is None:
         launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), ended, PARTS=0, **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, *both, ended, PARTS=0, **sizes)
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:

@@ -3,6 +3,7 @@
     amax          the largest magnitude of a tensor: PARTS programs walk over it and leave a maximum each
     maxima        the same of each row and of each column of x, one read
     cast_both     casts with the scales of these, and writes the codes of x, of x.T, or of both
+    amax_and_cast the largest magnitudes and then the cast in one launch, whose programs wait for each other in between
     cast_rows     one scale per row in one launch, codes of x alone
     both_delayed  casts by the tensor's scale of earlier steps, finds its amax and notes it in the window   (delayed scaling)
     settle_both   the last of these for codes and an amax that another kernel left
@@ -80,6 +81,11 @@ def maxima(x, of_rows, of_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """of_rows [rows] and of_columns [columns] int32, zero before; None: not wanted. `cast_both` leaves them zero."""
     down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
+    _note_lines(values, row, column, x, of_rows, of_columns)
+
+
+@triton.jit
+def _note_lines(values, row, column, x, of_rows, of_columns):
     bits = magnitude_bits(values)
     if of_rows is not None:
         tl.atomic_max(of_rows + row, tl.max(bits, axis=1), mask=row < x.rows, sem="relaxed")
@@ -116,10 +122,28 @@ def store_codes(found, codes, down, across, rows, columns, C: tl.constexpr):
 @triton.jit
 def _line_scale(of, place, length, writes, C: tl.constexpr):
     """The scale of each line from `of`.maxima; written by those of its programs that `writes`."""
-    scale = scale_of(tl.load(of.maxima + place, mask=place < length, other=0), C)
+    # Past the first-level cache: other programs of the same launch may have written them.
+    scale = scale_of(tl.load(of.maxima + place, mask=place < length, other=0, cache_modifier=".cg"), C)
     if writes:
         tl.store(of.scales + place, scale, mask=place < length)
     return scale
+
+
+@triton.jit
+def _cast_piece(values, row, column, whole, x, plain, transposed, down, across, C: tl.constexpr):
+    """Codes of a piece of x and of x.T by one scale, whole, or, where that is None, by those of their lines, which it writes."""
+    SAME: tl.constexpr = whole is not None and not C.stochastic
+    if plain.codes is not None or SAME:
+        scale = whole if whole is not None else _line_scale(plain, row, x.rows, across == 0, C)[:, None]
+        found = _encoded(values, scale, plain.key, row[:, None], column[None, :], x.columns, C)
+        if plain.codes is not None:
+            store_codes(found, plain.codes, down, across, x.rows, x.columns, C)
+        if transposed.codes is not None and SAME:
+            store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
+    if transposed.codes is not None and not SAME:
+        scale = whole if whole is not None else _line_scale(transposed, column, x.columns, down == 0, C)[None, :]
+        found = _encoded(values, scale, transposed.key, column[None, :], row[:, None], x.rows, C)
+        store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
 
 
 @triton.jit
@@ -136,22 +160,12 @@ def cast_both(
     else:
         down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
-    SAME: tl.constexpr = PARTS > 0 and not C.stochastic
+    whole = None
     if PARTS > 0:
         whole = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
         if tl.program_id(0) == 0:
             tl.store(plain.scales, whole)
-    if plain.codes is not None or SAME:
-        scale = whole if PARTS > 0 else _line_scale(plain, row, x.rows, across == 0, C)[:, None]
-        found = _encoded(values, scale, plain.key, row[:, None], column[None, :], x.columns, C)
-        if plain.codes is not None:
-            store_codes(found, plain.codes, down, across, x.rows, x.columns, C)
-        if transposed.codes is not None and SAME:
-            store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
-    if transposed.codes is not None and not SAME:
-        scale = whole if PARTS > 0 else _line_scale(transposed, column, x.columns, down == 0, C)[None, :]
-        found = _encoded(values, scale, transposed.key, column[None, :], row[:, None], x.rows, C)
-        store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
+    _cast_piece(values, row, column, whole, x, plain, transposed, down, across, C)
     if ended is not None:
         tl.debug_barrier()  # all of this program have read
         if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -167,6 +181,74 @@ def _clear(maxima, length):
         for start in range(0, length, 1024):
             place = start + tl.arange(0, 1024)
             tl.store(maxima + place, tl.zeros((1024,), tl.int32), mask=place < length)
+
+
+@triton.jit
+def wait_for_all(arrived):
+    """Until all programs of the grid are here, which must all be running: a cooperative launch. arrived: int32 [1], zero before.
+
+    What they stored before is seen after it, past the first-level cache. As Inductor's `x_grid_barrier` (torch 2.11 to 2.13).
+    """
+    tl.debug_barrier()  # all of this program have stored
+    tl.atomic_add(arrived, 1, sem="acq_rel")
+    while tl.atomic_add(arrived, 0, sem="acquire") < tl.num_programs(0):
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _place(piece, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    if ROWS == 1:  # x is one row
+        down, across = tl.cast(0, tl.int64), tl.cast(piece, tl.int64)
+    else:
+        down, across = place_of_piece(piece, columns, COLUMNS)
+    return down, across
+
+
+@triton.jit
+def amax_and_cast(
+    x, plain, transposed, whole, arrived, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """`amax` or `maxima`, and then `cast_both`, in one launch of programs that share the pieces and all run at once.
+
+    PARTS    above zero, and no fewer than there are programs: one scale, from plain.maxima [PARTS], a place for each; zero: by lines
+    whole    the bits of the largest magnitude, int32 [1], if they are wanted
+    arrived  int32 [1], zero before and after, as are the maxima of lines
+
+    It casts the pieces in the other order: those that were read last are still in the second-level cache.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    pieces = tl.cast(tl.cdiv(x.rows, ROWS) * tl.cdiv(x.columns, COLUMNS), tl.int32)
+    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for piece in range(program, pieces, programs):
+        at = _place(piece, x.columns, ROWS, COLUMNS)
+        values, row, column = load_piece(x, at[0], at[1], ROWS, COLUMNS)
+        if PARTS > 0:
+            largest = tl.maximum(largest, magnitude_bits(values))
+        else:
+            _note_lines(values, row, column, x, plain.maxima, transposed.maxima)
+    if PARTS > 0:
+        tl.store(plain.maxima + program, tl.max(tl.max(largest, axis=1), axis=0))
+    wait_for_all(arrived)
+    scale = None
+    if PARTS > 0:
+        part = tl.arange(0, PARTS)
+        found = tl.max(tl.load(plain.maxima + part, mask=part < programs, other=0, cache_modifier=".cg"), axis=0)
+        scale = scale_of(found, C)
+        if program == 0:
+            tl.store(plain.scales, scale)
+            if whole is not None:
+                tl.store(whole, found)
+    for before in range(program, pieces, programs):
+        at = _place(pieces - 1 - before, x.columns, ROWS, COLUMNS)
+        values, row, column = load_piece(x, at[0], at[1], ROWS, COLUMNS)
+        _cast_piece(values, row, column, scale, x, plain, transposed, at[0], at[1], C)
+    tl.debug_barrier()  # all of this program have read
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == 2 * programs - 1:
+        if PARTS == 0:
+            _clear(plain.maxima, x.rows)
+            _clear(transposed.maxima, x.columns)
+        tl.store(arrived, 0)
 
 
 @triton.jit

@@ -53,11 +53,15 @@ class AbsentGpu:
 
 @dataclass(frozen=True)
 class Compiled:
-    """name of the kernel; ptx, its text; usage: REG, STACK and LOCAL of the binary, WARPS and SHARED of a launch; registers and bytes."""
+    """name of the kernel; ptx, its text; usage: REG, STACK and LOCAL of the binary, WARPS and SHARED of a launch; registers and bytes.
+
+    cooperative  whether the driver is asked to start all programs at once
+    """
 
     name: str
     ptx: str
     usage: dict[str, int]
+    cooperative: bool
 
     def instructions(self) -> set[str]:
         """The distinct instructions of the ptx, types and all: cvt.rn.satfinite.e4m3x2.f32."""
@@ -87,6 +91,7 @@ def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]
                 kernel.__name__,
                 made.asm["ptx"],
                 _usage(made.asm["cubin"]) | {"SHARED": made.metadata.shared, "WARPS": warps},
+                made.metadata.launch_cooperative_grid,
             )
         )
 

@@ -9,6 +9,8 @@ place are checked in test_compiled and, on a GPU, in tests/ops/test_quantize_tri
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from triton import jit
 from triton import language as tl
+from triton.runtime import interpreter
 
 import narrowgauge as ng
 from narrowgauge.formats import E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT4X2, INT8
@@ -132,6 +135,74 @@ def compare_amax(x: Tensor) -> None:
     """The largest magnitude of a tensor, twice: what programs count by is left zero."""
     for _ in range(2):
         assert_same(triton_launch.amax(x), tile_amax(x, (WHOLE, WHOLE)), any_nan=True)
+
+
+class InTurns:
+    """A kernel whose programs wait for each other: each runs to there, then the next one begins; the last one goes on first.
+
+    fn  what the interpreter calls for each program, one after another; here its first call runs all
+    """
+
+    def __init__(self, fn: Any, programs: int, waits: bool) -> None:
+        self.fn, self.programs, self.waits, self.running = fn, programs, waits, -1
+        functools.update_wrapper(self, fn)
+        self.__globals__, self.__signature__ = fn.__globals__, inspect.signature(fn)
+
+    def __call__(self, **given: Any) -> None:
+        if self.running < 0 or not self.waits:
+            self.given = given
+            self._begin(self.running + 1)
+
+    def _begin(self, program: int) -> None:
+        self.running = program
+        interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+        self.fn(**self.given)
+
+    def wait_for_all(self, arrived: Any) -> None:
+        tl.atomic_add(arrived, 1)
+        if self.waits and self.running + 1 < self.programs:
+            program = self.running
+            self._begin(program + 1)
+            interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+
+
+def cast_in_turns(call: Any, programs: int, waits: bool = True) -> Any:
+    """What `call` gives where `amax_and_cast` has so many programs at most."""
+
+    def launched(kernel: Any, count: int, *arguments: Any, warps: int, **constants: Any) -> None:
+        assert kernel is triton_transpose.amax_and_cast and count > 1, kernel
+        whole = kernel.rewrite
+        in_turns = InTurns(whole(), count, waits)
+        patch.setattr(triton_transpose, "wait_for_all", in_turns.wait_for_all)
+        patch.setattr(kernel, "rewrite", lambda: in_turns)
+        kernel[(count,)](*arguments, **constants)
+        patch.setattr(kernel, "rewrite", whole)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launch, "_at_once", lambda pieces, *_: (min(pieces, programs), 8))
+        patch.setattr(triton_launch, "launch", launched)
+        return call()
+
+
+def compare_in_turns(cast: Cast, programs: int) -> None:
+    """Twice, with smaller numbers the second time: what programs count by, and the maxima of lines, are left zero."""
+    for width in (3.0, 0.1):
+        for x in (matrix(80, 272, width=width), matrix(144, 80, width=width).T):
+            got = cast_in_turns(lambda x=x: triton_launch.cast_pair(x, cast, cols=True), programs)
+            same(got[0], quantize(x, cast, backend="reference"))
+            same(got[1], quantize(x.T, cast, backend="reference"))
+            if cast.is_per_tensor:
+                rows, amax = cast_in_turns(lambda x=x: triton_launch.with_amax(x, cast), programs)
+                same(rows, quantize(x, cast, backend="reference"))
+                assert_same(amax, tile_amax(x, (WHOLE, WHOLE)))
+
+
+def find_programs_that_do_not_wait() -> None:
+    """Control: each casts by the maxima that it finds when it comes."""
+    x = torch.linspace(0.1, 3.0, 144 * 272).reshape(144, 272)
+    for cast in (Cast(format=E4M3), Cast(format=E4M3, tile=(1, WHOLE))):
+        got = cast_in_turns(lambda cast=cast: triton_launch.cast_pair(x, cast, cols=True), 4, waits=False)
+        assert not torch.equal(got[1].data, quantize(x.T, cast, backend="reference").data)
 
 
 def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool) -> None:
@@ -288,7 +359,7 @@ def compare_replays(cast: Cast, cols: bool, dtype: torch.dtype) -> None:
 KINDS = (
     "noise", "amax of ", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
     "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
-    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ",
+    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ", "in turns ", "not in turns",
     "check of ", "broken ", "layers ", "replayed ",
 )  # fmt: skip
 # A second of the interpreter and more: whole checks of a kernel, and matrices of several programs along both axes.
@@ -341,6 +412,14 @@ def cases() -> Iterator[Case]:
         "amax of a tensor",
         lambda: [compare_amax(x) for x in (matrix(70, 130), matrix(70, 130).T, matrix(3, 5) * float("nan"))],
     )
+    for cast in (
+        Cast(format=E4M3),
+        Cast(format=INT4),
+        Cast(format=E5M2, tile=(1, WHOLE)),
+        Cast(format=INT8, tile=(1, WHOLE)),
+    ):
+        yield f"in turns {cast}", lambda cast=cast: compare_in_turns(cast, 3)
+    yield "not in turns", find_programs_that_do_not_wait
     for in_use in (0.0, 3.0):
         for value in (None, float("nan")):
             yield (

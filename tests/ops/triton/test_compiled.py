@@ -41,7 +41,7 @@ IN_PAIRS = ("cast_both", "both_delayed", "settle_both")
 WAYS = ("one", "both", "delayed", "both-delayed")
 QUICK = [
     ("tensor", "one", 90), ("tensor-e5m2", "delayed", 90), ("row", "both", 90), ("vector", "both", 90),
-    ("tensor", "one", 80), ("e5m2-stochastic", "both", 90), ("tensor", "both-delayed", 90),
+    ("tensor", "one", 80), ("e5m2-stochastic", "both", 90), ("tensor", "both-delayed", 90), ("tensor", "both", 90), ("row", "both", 80),
 ]  # fmt: skip
 MATRIX = [
     (cast, way, sm)
@@ -65,6 +65,14 @@ def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtyp
     return list(compiled([casting], sm, calls[way]).values())
 
 
+def check_all_run_at_once(found: Compiled) -> None:
+    """As many programs as `triton_launch` starts fit on every multiprocessor: 64K registers, 1,536 threads, 100 KB (8.6 and 8.9)."""
+    programs = casting.THREADS // (32 * found.usage["WARPS"])
+    assert programs * -(-found.usage["REG"] // 8) * 8 * 32 * found.usage["WARPS"] <= 65536, found.usage
+    assert programs * 32 * found.usage["WARPS"] <= 1536 and programs * (found.usage["SHARED"] + 1024) <= 100 * 1024
+    assert found.cooperative, "the driver would start it where not all of its programs run, which then wait for ever"
+
+
 def check(cast: str, way: str, sm: int) -> None:
     found = kernels(cast, way, sm)
     casting = [each for each in found if each.name not in ("amax", "maxima")]
@@ -78,6 +86,8 @@ def check(cast: str, way: str, sm: int) -> None:
         assert near <= {"rcp.approx.ftz.f32"}, (
             "the first step of an exact reciprocal, see narrowgauge/ops/triton/scales.py"
         )
+        if each.name == "amax_and_cast":
+            check_all_run_at_once(each)
         if each.name in IN_PAIRS and (has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"):
             fits = (
                 48
