@@ -321,8 +321,12 @@ def _large(least):
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:
             storage = each.untyped_storage()
+            try:
+                place = storage.data_ptr()
+            except RuntimeError:  # a tensor without memory, which a test before has left to the collector
+                continue
             if storage.size() >= least:
-                found[storage.data_ptr()] = storage.size()
+                found[place] = storage.size()
     return found
 
 

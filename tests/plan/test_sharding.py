@@ -44,8 +44,9 @@ def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residual
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "within"), [("dp=2", 0.005), ("fsdp=2", 0.01), ("tp=2", 0.02)])
-def test_planned_is_what_a_rank_allocates(ranks, layout, within, tmp_path):
+@pytest.mark.parametrize(("layout", "within", "early"), [("dp=2", 0.005, 0), ("fsdp=2", 0.01, 0.05), ("tp=2", 0.02, 0)])
+def test_planned_is_what_a_rank_allocates(ranks, layout, within, early, tmp_path):
+    """early: what a rank of shards may lack at its peak, since a message that arrives before it is waited for frees its buffer."""
     config = planned_ranks.settings(tmp_path, layout, **planned_ranks.RUNS["plain"])
     most = max(ranks(2)(planned_ranks.allocated, config))
-    assert planned_ranks.planned(config) == pytest.approx(most, rel=within)
+    assert most * (1 - within) < planned_ranks.planned(config) < most * (1 + within + early)

@@ -243,7 +243,7 @@ WRONG = [
     ({"gradients": "fp8"}, "gradients = 'fp8': ranks that all read the same data send none"),
     ({"weights": "codes"}, "weights = 'codes': a rank with a copy of the model gathers none"),
     ({"freeze": "embed*,layers.0"}, "nothing of stage 0 of 2 would train"),
-    ({"parallel": "fsdp=2", "activations": "fp8"}, "activations = 'fp8': no activations travel with parallel = 'fsdp=2'"),
+    ({"parallel": "fsdp=2", "activations": "fp8"}, "activations = 'fp8': no activations travel so with parallel = 'fsdp=2'"),
 ]  # fmt: skip
 
 

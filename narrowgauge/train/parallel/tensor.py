@@ -150,10 +150,13 @@ def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     try:
         model.eval()
         with suspended(model):
-            logits: Tensor = model(**inputs).logits
+            output = model(**inputs)
     finally:
         for module, mode in modes:
             module.training = mode
+    if "start_logits" in output:  # of answers
+        return torch.stack((output.start_logits, output.end_logits), dim=-1)
+    logits: Tensor = output.logits
     return logits
 
 

@@ -55,12 +55,21 @@ _T5 = _plan(
 _DISTILBERT = _plan(
     "attention.q_lin attention.k_lin attention.v_lin ffn.lin1", "attention.out_lin ffn.lin2", "transformer.layer.*"
 )
+_VIT = {  # the names of transformers from 5 on, and those before
+    **_plan("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2", "layers.*"),
+    **_plan(
+        "attention.attention.query attention.attention.key attention.attention.value intermediate.dense",
+        "attention.output.dense output.dense",
+        "encoder.layer.*",
+    ),
+}
 # By model_type: those that narrowgauge train learns and that transformers has no plan for.
 OWN: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
     **dict.fromkeys(("marian", "bart", "mbart", "pegasus"), _BART),
     **dict.fromkeys(("t5", "mt5"), _T5),
     "distilbert": _DISTILBERT,
+    "vit": _VIT,
 }
 # Where a module's code reads how many heads there are, instead of counting those that it is given.
 HEADS_IN_CODE = {"t5": "n_heads", "mt5": "n_heads"}
