@@ -44,9 +44,12 @@ def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residual
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "within", "early"), [("dp=2", 0.005, 0), ("fsdp=2", 0.01, 0.05), ("tp=2", 0.02, 0)])
+@pytest.mark.parametrize(("layout", "within", "early"), [("dp=2", 0.005, 0), ("fsdp=2", 0.01, 0.05), ("tp=2", 0.03, 0)])
 def test_planned_is_what_a_rank_allocates(ranks, layout, within, early, tmp_path):
-    """early: what a rank of shards may lack at its peak, since a message that arrives before it is waited for frees its buffer."""
+    """Buffers of messages are freed when the other rank is done, so the peak of one run is not that of the next.
+
+    early  what a rank of shards may lack at its peak, where messages arrive before they are waited for
+    """
     config = planned_ranks.settings(tmp_path, layout, **planned_ranks.RUNS["plain"])
     most = max(ranks(2)(planned_ranks.allocated, config))
     assert most * (1 - within) < planned_ranks.planned(config) < most * (1 + within + early)
