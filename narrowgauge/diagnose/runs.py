@@ -98,7 +98,7 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "guard": ({"verdict": text}, GUARD),
     "spike": ({"cause": text}, SPIKE),
     "rewind": ({"steps": COUNT}, {"why": text}),
-    "resume": ({}, {"path": text, "skipped": listed(text)}),
+    "resume": ({}, {"path": text, "skipped": listed(text), "left_out": listed(COUNT)}),
     "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
     "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),  # of a study's folder
@@ -171,8 +171,9 @@ def _numbers(value: Any) -> Any:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
 
-    A `resume` from step k, or a `rewind` to it, removes earlier events of later steps. Of events that agree in (event, step, module, role,
-    switch) the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any other line is not an event.
+    A `resume` from step k, or a `rewind` to it, removes earlier events of later steps, but for spikes whose batch stays left out. Of events
+    that agree in (event, step, module, role, switch) the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any
+    other line is not an event.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -196,8 +197,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
         if kind in ("resume", "rewind"):
-            stays = JUDGEMENTS if kind == "rewind" else ()
-            events = {key: each for key, each in events.items() if each["step"] <= step or each["event"] in stays}
+            events = {key: each for key, each in events.items() if each["step"] <= step or _stays(each, event)}
             reached = step - 1
         elif kind in ("step", "branch"):
             reached = step
@@ -205,6 +205,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())
+
+
+def _stays(earlier: Mapping[str, Any], back: Mapping[str, Any]) -> bool:
+    """Whether an event of a later step holds after `back`, a rewind or a resume: a judgement, unless the run comes to it once more."""
+    if back["event"] == "rewind":
+        return earlier["event"] in JUDGEMENTS
+    left_out = earlier.get("left_out", []) if earlier["event"] == "spike" else []
+    return bool(left_out) and set(left_out) <= set(back.get("left_out", []))
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:

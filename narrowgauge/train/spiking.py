@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.guard.fork import fork_bytes
-from narrowgauge.diagnose.runs import decode, encode
+from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
 from narrowgauge.errors import CheckpointError
 from narrowgauge.train import guarded
@@ -60,7 +60,6 @@ class SpikeWatch(Watch):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.skips = trainer, trainer.config.on_spike == "skip"
         self.rule, self.found = Spikes(), list[Spike]()
-        self.told: list[str] = []
         self.where: str | Path = "host"
 
     def announce(self, show: Console) -> None:
@@ -99,7 +98,6 @@ class SpikeWatch(Watch):
             "spike", spike.step, **{key: value for key, value in spike.event().items() if key != "step"}, cause=judged.cause,
             why=judged.why, checkpoint=judged.checkpoint, wide=judged.wide, left_out=left_out, sentence=words,
         )  # fmt: skip
-        self.told.append(judged.cause)
         show.say(f"step {trainer.step}: {words}")
         if may_skip:
             self._skip(left_out)
@@ -162,10 +160,12 @@ class SpikeWatch(Watch):
         trainer.log.write("rewind", found.step, steps=steps, why="spike")
 
     def last_words(self) -> str:
-        if not self.told:
+        """Of the whole run, and not of what went on since it was resumed."""
+        told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
+        if not told:
             return "Loss spikes: none."
-        counts = ", ".join(f"{self.told.count(each)} of {words}" for each, words in CAUSES.items() if each in self.told)
-        return f"Loss spikes: {plural(len(self.told), 'spike')}, {counts}."
+        counts = ", ".join(f"{told.count(each)} of {words}" for each, words in CAUSES.items() if each in told)
+        return f"Loss spikes: {plural(len(told), 'spike')}, {counts}."
 
 
 CAUSES = {DATA: "the data", FORMAT: "the number format", UNKNOWN: "unknown cause"}

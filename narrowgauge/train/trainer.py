@@ -186,7 +186,8 @@ class Trainer:
         if parent.get("step") == self.step and not any(event["event"] == "branch" for event in events):
             self.log.write("branch", **parent)
         else:
-            self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
+            left_out = {"left_out": list(self.feed.left_out)} if self.feed.left_out else {}
+            self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped], **left_out)
         logged = (event["path"] for event in events if event["event"] == "checkpoint" and event["step"] <= self.step)
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)

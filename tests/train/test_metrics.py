@@ -37,6 +37,23 @@ def test_events_come_back_in_order(tmp_path):
     assert read_metrics(tmp_path / "absent.jsonl") == []
 
 
+def test_a_spike_whose_batch_stays_left_out_is_told_after_a_resumption_before_it(tmp_path):
+    """And one that the run comes to again is not told twice."""
+    path = tmp_path / "metrics.jsonl"
+    spike = ("spike", 9, {"cause": "data", "left_out": [8]}), ("rewind", 5, {"steps": 4, "why": "spike"})
+    other = ("spike", 7, {"cause": "format", "left_out": []})
+    write(
+        path, other, *spike, ("step", 6, {"loss": 8.0}), ("resume", 5, {"path": "p", "skipped": [], "left_out": [3, 8]})
+    )
+    assert [(event["event"], event["step"]) for event in read_metrics(path)] == [
+        ("spike", 9),
+        ("rewind", 5),
+        ("resume", 5),
+    ]
+    write(tmp_path / "again.jsonl", *spike, ("resume", 5, {"path": "p", "skipped": []}))
+    assert [event["event"] for event in read_metrics(tmp_path / "again.jsonl")] == ["rewind", "resume"]
+
+
 def test_numbers_that_json_lacks_are_strict_json_and_come_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, ("step", 1, {"loss": math.nan, "grad_norm": math.inf, "counts": [1, -math.inf]}))
