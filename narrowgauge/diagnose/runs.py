@@ -172,8 +172,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
 
     A `resume` from step k, or a `rewind` to it, removes earlier events of later steps, but for spikes whose batch stays left out. Of events
-    that agree in (event, step, module, role, switch) the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any
-    other line is not an event.
+    that agree in (event, step, module, role, switch) the last one counts. Skips a last line that a crash cut short. Raises ConfigError if
+    any other line is not an event.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
