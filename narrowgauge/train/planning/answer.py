@@ -60,7 +60,7 @@ class Answers:
         if room.usable:
             answer["largest"] = self.largest_batch(shape)
             if not room.fits(found):
-                answer["changes"] = [] if self._hopeless() else self.changes()
+                answer["changes"] = self.changes()
                 if not answer["changes"]:
                     words, answer["changes"] = self.never(shape)
                     answer["verdict"] += f" {words}"
@@ -111,14 +111,17 @@ class Answers:
         return {"rows": low, "width": shape.width, "tokens": low * shape.width}
 
     def changes(self) -> list[dict[str, Any]]:
-        """What makes it fit: single techniques, else the cheapest that do together."""
+        """What makes it fit: single techniques, else the cheapest that do together.
+
+        Whether any do is asked between: where single ones may be enough, counting those that are costs no more than counting all.
+        """
         single = (
             (each, after)
             for each in CHEAPEST_FIRST
             if self._may_fit([each]) and (after := each.applied(self.config)) is not None
         )
         fitting = list(islice(((after, each.words) for each, after in single if self._fits(after)), MOST_CHANGES))
-        if not fitting:
+        if not fitting and not self._hopeless():
             together = self._together()
             fitting = [together] if together else []
         return [self._change(after, words) for after, words in fitting]
@@ -131,7 +134,7 @@ class Answers:
         return everything
 
     def _hopeless(self) -> bool:
-        """Whether not even everything makes it fit, so that counting single techniques is in vain.
+        """Whether not even everything makes it fit, so that counting what several do together is in vain.
 
         Segments come last: of blocks that are treated differently every layer is counted, which takes ten times as long.
         """

@@ -196,6 +196,16 @@ def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_where_single_techniques_are_enough_all_together_are_not_counted(settings, monkeypatch):
+    """It would take longer than counting these."""
+    config, counts = settings(sequence_length=512, precision="bf16-o2", vocab_size=4096), Counts(cpu_facts())
+    monkeypatch.setattr(Answers, "_hopeless", lambda self: pytest.fail("all that saves memory was counted"))
+    needed, spare = counts.of(config).allocated, Room.of("", "8GiB")
+    answer = Answers(config, Room.of("", f"{8 * 2**30 - spare.usable + int(0.95 * needed)}B"), counts).answer()
+    assert answer["fits"] is False and answer["changes"] and "one row still needs" not in answer["verdict"]
+
+
+@pytest.mark.slow
 def test_what_fits_on_several_cards_alone_is_told_with_its_settings(settings):
     """No technique is counted by itself where all together are too large, and the ranks' settings are there to be copied."""
     config = settings(hidden_size=1024, intermediate_size=2816, heads=8, kv_heads=8, batch_size=1)
