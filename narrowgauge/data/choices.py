@@ -181,7 +181,7 @@ def padding_of(
             sum(int(counts[part].sum()) * wide(int(longest[part].max()), int(counts[part].sum())) for part in parts),
         )
 
-    cut = [run for batch in batches for run in runs(batch, micro_batches)]
+    cut = [np.asarray(run) for batch in batches for run in runs(batch.tolist(), micro_batches)]
     mixed = np.array_split(np.random.default_rng(0).permutation(drawn), max(1, len(batches))) if batches else []
     return PaddingReport(
         fixed=waste([drawn] if len(drawn) else [], lambda size, rows: round_up(size, multiple)),
