@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
@@ -205,6 +206,18 @@ def test_kernels_have_the_bits_of_the_reference(gpu, cast, shape):
         check(x.T.contiguous().T.to(gpu), cast)
     check(wide(*shape).to(gpu), cast, torch.bfloat16)
     check(wide(shape[0], 2 * shape[1]).to(gpu)[:, : shape[1]], cast)
+
+
+def test_memory_that_kernels_count_in_is_kept_and_what_they_leave_written_lies_apart():
+    """A kernel that counts on zeros is never given what another one left there; nor a call that is made again a fake tensor."""
+    zeros = pytest.importorskip("narrowgauge.ops.triton.launch")
+    cpu = torch.device("cpu")
+    plain, written = zeros.zeros_left_zero(9, cpu), zeros.zeros_left_zero(9, cpu, written=8)
+    assert plain.data_ptr() == zeros.zeros_left_zero(9, cpu).data_ptr() != written.data_ptr()
+    known = {}
+    with FakeTensorMode():
+        assert isinstance(zeros._zeros_of_stream(7, cpu, 0, known), FakeTensor) and not known
+    assert zeros._zeros_of_stream(7, cpu, 0, known) is zeros._zeros_of_stream(7, cpu, 0, known)
 
 
 @pytest.mark.gpu

@@ -236,8 +236,7 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole:
     matrix, pieces, sizes = _pieces(x, C, dense=wanted[1] is None)
     if amax is None and _is_at_once(matrix, C):
         programs, parts = _at_once(pieces, sizes["warps"], x.device)
-        first = first._replace(maxima=torch.empty(programs, dtype=torch.int32, device=x.device))
-        given = (matrix, first, second, whole, zeros_left_zero(1, x.device))
+        given = (matrix, first, second, whole, zeros_left_zero(parts + 1, x.device, written=parts))
         launch(triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **sizes, **AT_ONCE)
     else:
         maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
@@ -271,19 +270,18 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
+    if amax is None and C.bits == 8 and _is_at_once(matrix, C):
+        programs = _at_once(programs, sizes["warps"], x.device)[0]
+        given = (matrix, *map(_orientation, wanted), None, zeros_left_zero(sum(x.shape) + 1, x.device))
+        launch(triton_transpose.amax_and_cast, programs, *given, PARTS=0, **sizes, **AT_ONCE)
+        return
     ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
         lengths = [0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)]
         *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
         maxima = [part if len(part) else None for part in parts]
-    both = [_orientation(*each) for each in zip(wanted, maxima, strict=True)]
-    if amax is None and _is_at_once(matrix, C) and C.bits == 8:
-        programs = _at_once(programs, sizes["warps"], x.device)[0]
-        launch(triton_transpose.amax_and_cast, programs, matrix, *both, None, ended, PARTS=0, **sizes, **AT_ONCE)
-        return
-    if amax is None:
         launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *both, ended, PARTS=0, **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), ended, PARTS=0, **sizes)
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:

@@ -120,28 +120,32 @@ def store_codes(found, codes, down, across, rows, columns, C: tl.constexpr):
 
 
 @triton.jit
-def _line_scale(of, place, length, writes, C: tl.constexpr):
-    """The scale of each line from `of`.maxima; written by those of its programs that `writes`."""
+def _line_scale(of, maxima, place, length, writes, C: tl.constexpr):
+    """The scale of each line from maxima; written by those of its programs that `writes`."""
     # Past the first-level cache: other programs of the same launch may have written them.
-    scale = scale_of(tl.load(of.maxima + place, mask=place < length, other=0, cache_modifier=".cg"), C)
+    scale = scale_of(tl.load(maxima + place, mask=place < length, other=0, cache_modifier=".cg"), C)
     if writes:
         tl.store(of.scales + place, scale, mask=place < length)
     return scale
 
 
 @triton.jit
-def _cast_piece(values, row, column, whole, x, plain, transposed, down, across, C: tl.constexpr):
+def _cast_piece(
+    values, row, column, whole, of_rows, of_columns, x, plain, transposed, down, across, C: tl.constexpr
+):  # fmt: skip
     """Codes of a piece of x and of x.T by one scale, whole, or, where that is None, by those of their lines, which it writes."""
     SAME: tl.constexpr = whole is not None and not C.stochastic
     if plain.codes is not None or SAME:
-        scale = whole if whole is not None else _line_scale(plain, row, x.rows, across == 0, C)[:, None]
+        scale = whole if whole is not None else _line_scale(plain, of_rows, row, x.rows, across == 0, C)[:, None]
         found = _encoded(values, scale, plain.key, row[:, None], column[None, :], x.columns, C)
         if plain.codes is not None:
             store_codes(found, plain.codes, down, across, x.rows, x.columns, C)
         if transposed.codes is not None and SAME:
             store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
     if transposed.codes is not None and not SAME:
-        scale = whole if whole is not None else _line_scale(transposed, column, x.columns, down == 0, C)[None, :]
+        scale = whole
+        if whole is None:
+            scale = _line_scale(transposed, of_columns, column, x.columns, down == 0, C)[None, :]
         found = _encoded(values, scale, transposed.key, column[None, :], row[:, None], x.rows, C)
         store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
 
@@ -165,7 +169,7 @@ def cast_both(
         whole = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
         if tl.program_id(0) == 0:
             tl.store(plain.scales, whole)
-    _cast_piece(values, row, column, whole, x, plain, transposed, down, across, C)
+    _cast_piece(values, row, column, whole, plain.maxima, transposed.maxima, x, plain, transposed, down, across, C)
     if ended is not None:
         tl.debug_barrier()  # all of this program have read
         if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -207,18 +211,21 @@ def _place(piece, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def amax_and_cast(
-    x, plain, transposed, whole, arrived, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, plain, transposed, whole, shared, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """`amax` or `maxima`, and then `cast_both`, in one launch of programs that share the pieces and all run at once.
 
-    PARTS    above zero, and no fewer than there are programs: one scale, from plain.maxima [PARTS], a place for each; zero: by lines
+    PARTS    above zero, and no fewer than there are programs: one scale; zero: one per row of each
     whole    the bits of the largest magnitude, int32 [1], if they are wanted
-    arrived  int32 [1], zero before and after, as are the maxima of lines
+    shared   int32: maxima, [PARTS], a program's each, or [rows + columns], zero before and after; and one more, by which programs
+             wait, zero before and after
 
     It casts the pieces in the other order: those that were read last are still in the second-level cache.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces = tl.cast(tl.cdiv(x.rows, ROWS) * tl.cdiv(x.columns, COLUMNS), tl.int32)
+    of_columns = shared + x.rows
+    arrived = shared + PARTS if PARTS > 0 else of_columns + x.columns
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
     for piece in range(program, pieces, programs):
         at = _place(piece, x.columns, ROWS, COLUMNS)
@@ -226,14 +233,14 @@ def amax_and_cast(
         if PARTS > 0:
             largest = tl.maximum(largest, magnitude_bits(values))
         else:
-            _note_lines(values, row, column, x, plain.maxima, transposed.maxima)
+            _note_lines(values, row, column, x, shared, of_columns)
     if PARTS > 0:
-        tl.store(plain.maxima + program, tl.max(tl.max(largest, axis=1), axis=0))
+        tl.store(shared + program, tl.max(tl.max(largest, axis=1), axis=0))
     wait_for_all(arrived)
     scale = None
     if PARTS > 0:
         part = tl.arange(0, PARTS)
-        found = tl.max(tl.load(plain.maxima + part, mask=part < programs, other=0, cache_modifier=".cg"), axis=0)
+        found = tl.max(tl.load(shared + part, mask=part < programs, other=0, cache_modifier=".cg"), axis=0)
         scale = scale_of(found, C)
         if program == 0:
             tl.store(plain.scales, scale)
@@ -242,12 +249,11 @@ def amax_and_cast(
     for before in range(program, pieces, programs):
         at = _place(pieces - 1 - before, x.columns, ROWS, COLUMNS)
         values, row, column = load_piece(x, at[0], at[1], ROWS, COLUMNS)
-        _cast_piece(values, row, column, scale, x, plain, transposed, at[0], at[1], C)
+        _cast_piece(values, row, column, scale, shared, of_columns, x, plain, transposed, at[0], at[1], C)
     tl.debug_barrier()  # all of this program have read
     if tl.atomic_add(arrived, 1, sem="acq_rel") == 2 * programs - 1:
         if PARTS == 0:
-            _clear(plain.maxima, x.rows)
-            _clear(transposed.maxima, x.columns)
+            _clear(shared, x.rows + x.columns)
         tl.store(arrived, 0)
 
 

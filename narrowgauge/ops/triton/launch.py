@@ -48,23 +48,33 @@ class AmaxState(NamedTuple):
     scale: Any
 
 
-def zeros_left_zero(count: int, device: torch.device) -> Tensor:
+def zeros_left_zero(count: int, device: torch.device, written: int = 0) -> Tensor:
     """int32 [count], zero: what programs of a kernel count by, and leave zero, so that no launch has to clear it.
 
     One for each stream, whose kernels run one after another; in a CUDA graph, whose replays may lie on any, one for each launch.
+    written: so many in front are no part of that: the kernel writes them before it reads them
     """
     if (recording := RECORDING.get()) is not None:
-        return recording.made(partial(zeros_left_zero, count, device))
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = (
-        torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    )  # without a Stream around it
-    return _kept_zeros(count, device, stream)
+        return recording.made(partial(_zeros_of_stream, count, device, written, {}))
+    return _zeros_of_stream(count, device, written, {})
+
+
+def _zeros_of_stream(count: int, device: torch.device, written: int, known: dict[int, Tensor]) -> Tensor:
+    """known: by stream, for a call that is made again."""
+    stream = 0
+    if device.type == "cuda":
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # without a Stream around it
+    if (found := known.get(stream)) is None:
+        found = _kept_zeros(count, device, written, stream)
+        if type(found) is Tensor:
+            known[stream] = found
+    return found
 
 
 @cached
-def _kept_zeros(count: int, device: torch.device, stream: int) -> Tensor:
+def _kept_zeros(count: int, device: torch.device, written: int, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.zeros(count, dtype=torch.int32, device=device)
 
