@@ -38,16 +38,17 @@ class SampledFeed(Feed):
         while (items := next(self._epoch, None)) is None:
             self._epoch = iter(self.sampler)  # the sampler's next pass is the next epoch
         parts = runs(items, self.parts)
-        batches = [
-            self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in self.mine(len(parts))
-        ]
+        mine = list(self.mine(len(parts)))
+        batches = [self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in mine]
         drawn = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
         inputs = int(self.tokens[drawn].sum())
         facts = {
             "epoch": self.sampler.epoch + self.sampler.state_dict()["step"] / len(self.sampler),
             "examples": len(drawn),
             "inputs": inputs,
-            "positions": sum(map(self.positions, batches)),
+            "positions": sum(
+                self.positions(batch) for part, batch in zip(mine, batches, strict=True) if part < len(parts)
+            ),
         }
         return StepBatch(batches, inputs, facts)
 
