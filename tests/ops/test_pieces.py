@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -102,9 +104,8 @@ def test_rotated_rows_are_cast_in_pieces_to_the_same_codes(small_pieces, cast):
     small_pieces(False)
     whole = definition.quantize(rotation(X), cast, None, key, None)
     small_pieces(True)
-    piecewise = cast_in_pieces(
-        X, cast, rotation, key, lambda x, cast, noise: definition.quantize(x, cast, None, noise, None)
-    )
+    plan: Any = SimpleNamespace(quantize=definition.quantize)
+    piecewise = cast_in_pieces(X, cast, rotation, key, plan, None)
     assert cast.format == E2M1 and piecewise.inner == whole.inner == 128
     assert_same(piecewise.data, whole.data)
     assert_same(piecewise.scale, whole.scale)

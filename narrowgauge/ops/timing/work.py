@@ -27,6 +27,7 @@ FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_",
 MAXIMA = ("amax", "maxima")  # read and write no codes
 # Products that tell of themselves, [m, k] and [n, k] first: torch does not know those of cuBLAS under fake tensors.
 PRODUCTS = {"block_mm": "blocks", "int4_mm": "fast", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
+READS_TWICE = ("amax_and_cast",)  # its first argument: for the maximum, and to cast it
 SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed whole matrices and as a rule touch none
 
 
@@ -101,7 +102,7 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         (m, k), n = tensors[0].shape, tensors[1].shape[0]
         operands = "int4" if name == "int4_mm" else OPERANDS[tensors[0].dtype]
         flops = 2 * m * n * k * (2 if operands in ("fp4", "int4") else 1)  # two to a byte
-    nbytes = 0 if name in SETTLES else sum(map(_span, tensors))
+    nbytes = 0 if name in SETTLES else sum(map(_span, tensors)) + sum(map(_span, tensors[: name in READS_TWICE]))
     kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
     is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
     cast = max((each.numel() for each in tensors), default=0) if is_cast else 0
