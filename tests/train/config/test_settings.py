@@ -263,7 +263,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
     if each.type is float:
         return st.floats(rule.low, rule.high, exclude_min=rule.open_low, exclude_max=rule.open_high)
     if each.type is TABLE:
-        return st.dictionaries(printable().filter(bool), printable().filter(bool), max_size=3)
+        names = printable().filter(lambda name: name and ":" not in name)  # behind a colon stand products
+        return st.dictionaries(printable().filter(bool), names, max_size=3)
     return printable().filter(bool) if rule else printable()
 
 
