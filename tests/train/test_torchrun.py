@@ -343,10 +343,10 @@ def test_a_rank_that_dies_is_named(make, text):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_time_out(make, text):
-    said, spent_s = torchrun(make(steps=100), text, "hang 1 3", ["--timeout-s=4"], ["--shutdown-timeout", "1"])
+    said, spent_s = torchrun(make(steps=100), text, "hang 1 3", ["--timeout-s=30"], ["--shutdown-timeout", "1"])
     [line] = told(said)
-    assert "rank 1 of 2 did not answer within 4 s (timeout_s)" in line
-    assert spent_s < 120
+    assert "rank 1 of 2 did not answer within 30 s (timeout_s)" in line
+    assert spent_s < 240
 
 
 @pytest.mark.slow
