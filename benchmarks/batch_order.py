@@ -2,6 +2,7 @@
 
     python -m benchmarks.batch_order [--tasks question-answering] [--seeds 0 1 2 3 4]
     python -m benchmarks.batch_order --tasks multi30k --data MULTI30K_FOLDER --rows 8000 --steps 500 --learning-rate 3e-3 --batch-size 32
+    python -m benchmarks.batch_order --tasks multi30k --data MULTI30K_FOLDER --rows 8000 --batch-size 32 --padding 1 2 4 8
 
     shuffled    at random
     length      by length: `data.plan` without strata
@@ -14,6 +15,7 @@ Marian of `study_translation`; multi30k-completion: the German as a Llama's comp
 where nothing else is asked.
 loss: held out, at the end. swing: of the first stratum's share from batch to batch, its deviation over that of the binomial distribution.
 A plain loop without narrow products: it is about data alone.
+--padding: trains nothing; the padding of the first epoch's plan, in both orders, cut into so many micro-batches (batch_padding.jsonl).
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ METRICS = ("loss", "swing", "padding", "processor_s")
 
 def main() -> None:
     options = _options()
+    if options.padding:
+        _paddings(options)
+        return
     for task in options.tasks:
         orders = [
             order
@@ -65,6 +70,26 @@ def main() -> None:
             "batch_order", [{"order": row.pop("recipe"), **row} for row in [dict(row) for row in rows]], options.results
         )
         print(f"{task}\n{markdown(rows, METRICS)}\n95 %: {[row['interval'] for row in rows]}", flush=True)
+
+
+def _paddings(options: argparse.Namespace) -> None:
+    from narrowgauge.data import Batching, plan
+
+    for task in options.tasks:
+        with tempfile.TemporaryDirectory() as name:
+            lengths = prepared(task, options.seeds[0], options.rows, Path(name), str(options.data or ""))[1].lengths
+        settings = {"task": task, "rows": options.rows, "batch_size": options.batch_size}
+        rows = [
+            settings | {"order": order, "micro_batches": parts, "padding_percent": round(padding.percent, 2)}
+            for order in ("shuffled", "length")
+            for parts in options.padding
+            for padding in [
+                plan(lengths, Batching(batch_size=options.batch_size, order=order), micro_batches=parts).padding.planned
+            ]
+        ]
+        record("batch_padding", rows, options.results.with_name("batch_padding.jsonl"))
+        for row in rows:
+            print(f"{task}, {row['order']}, {row['micro_batches']} micro-batches: {row['padding_percent']} % padding")
 
 
 def run(
@@ -202,6 +227,7 @@ def _options() -> argparse.Namespace:
         "--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="the first is the reference of the pairs"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--padding", type=int, nargs="+", metavar="MICRO_BATCHES", help="count padding instead of training")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--learning-rate", type=float, default=2e-3)

@@ -50,7 +50,7 @@ class Batching:
     tokens_multiple  rows x width is a multiple of it; a power of two, 16 for 8-bit products
     classes          largest number of widths
     ragged           the examples of an incomplete step: "smaller" makes a step with fewer rows, "drop" leaves them out (others
-                     in each epoch), "repeat" fills the step with earlier examples of the epoch
+                     in each epoch), "repeat" fills the step with earlier examples of the epoch, under a budget with no longer ones
     too_long         examples above the budget: "error", or "skip", which the plan counts
     stratify         every batch has the data's share of each stratum, where strata are given
     order            "length": the examples of a step are of one width. "shuffled": a step is a random sample
@@ -120,7 +120,7 @@ class Plan:
     padding: PaddingReport
     skipped: list[int] = field(default_factory=list)  # examples that are too long
     dropped: list[int] = field(default_factory=list)  # examples of the incomplete step (ragged "drop")
-    repeated: int = 0  # number of examples drawn twice (ragged "repeat")
+    repeated: int = 0  # number of examples drawn again (ragged "repeat")
     alone: str = ""  # why packing put one example into each row
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class Plan:
         counts = {
             "are longer than the budget and are left out.": len(self.skipped),
             "fill no whole step and are left out of this epoch.": len(self.dropped),
-            "are drawn twice in this epoch to fill its last step.": self.repeated,
+            "are drawn again in this epoch to fill its last step.": self.repeated,
         }
         return [self.alone] * bool(self.alone) + [f"{count} examples {what}" for what, count in counts.items() if count]
 
@@ -169,16 +169,15 @@ def plan(
     order, width = _ordered(tokens, widths, None if groups is None else groups[chosen], batching.order == "shuffled")
     parts, dropped = _cut(width, batching)
     items, world = [rows[place] for place in order], batching.world
-    if (
-        groups is not None or batching.order == "shuffled"
-    ):  # ranks, and micro-batches that are cut from them, are of one width
+    if groups is not None or batching.order == "shuffled":
+        # Sorted, so that ranks, and micro-batches, which are cut from them, are of one width each.
         parts = [sorted(part, key=lambda place: -width[place]) for part in parts]
     ranks = [[part[rank::world] for rank in range(world)] for part in parts]
     steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
     drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
     shapes = [[batching.shape(max(width[place] for place in batch), len(batch)) for batch in step] for step in ranks]
-    cut = [batching.shape(max(width[place] for place in run), len(run))[0]
-           for step in ranks for batch in step for run in runs(batch, micro_batches)]  # fmt: skip
+    micro = [run for step in ranks for batch in step for run in runs(batch, micro_batches)]
+    positions = sum(batching.shape(max(width[place] for place in run), len(run))[0] for run in micro)
     planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
     batches = max(1, sum(map(len, shapes)))
     return Plan(
@@ -187,7 +186,7 @@ def plan(
         PaddingReport(
             fixed=dynamic_waste(planned, max(1, len(planned)), batching.multiple),
             shuffled=dynamic_waste(shuffled, max(1, len(drawn) // batches), batching.multiple),
-            planned=Waste(int(sizes[drawn].sum()), sum(cut)),
+            planned=Waste(int(sizes[drawn].sum()), positions),
         ),
         skipped,
         dropped=list(examples_of([items[place] for place in dropped])),
@@ -295,15 +294,11 @@ def _cut(width: list[int], batching: Batching) -> tuple[list[Sequence[int]], Seq
     tail = range(start, len(width))
     if not tail or batching.ragged == "drop":
         return parts, tail
-    widest = max(width[start:])
     if batching.ragged == "repeat":
-        missing = batching.rows(widest) * world - len(tail)
-        again = range(max(0, start - missing), start) or tail
-        return [*parts, [*tail, *(again[place % len(again)] for place in range(missing))]], ()
+        return [*parts, *_filled_up(tail, width, batching)], ()
     if len(tail) < world and parts:
         tail = range(parts.pop()[0], len(width))
-        widest = max(width[tail[0] :])
-    return [*parts, *_smaller(tail, widest, batching)], ()
+    return [*parts, *_smaller(tail, max(width[tail[0] :]), batching)], ()
 
 
 def _rows_of_step(width: list[int], start: int, batching: Batching) -> int:
@@ -312,6 +307,21 @@ def _rows_of_step(width: list[int], start: int, batching: Batching) -> int:
     while batching.shape(widest := max(width[start : start + rows * batching.world]), rows)[0] > budget:
         rows = min(batching.rows(widest), rows - 1)
     return rows
+
+
+def _filled_up(tail: range, width: list[int], batching: Batching) -> Iterator[Sequence[int]]:
+    """The tail in whole steps, the last filled up with the rows before it; under a budget with those no wider than its own."""
+    while tail:
+        widest = max(width[tail[0] :])
+        count = batching.rows(widest) * batching.world
+        if missing := max(0, count - len(tail)):
+            limit = widest if batching.token_budget else sys.maxsize
+            before = [place for place in range(tail[0]) if width[place] <= limit]
+            again = before[-missing:] or tail
+            yield [*tail, *(again[place % len(again)] for place in range(missing))]
+        else:
+            yield tail[:count]
+        tail = tail[count:]
 
 
 def _smaller(tail: range, width: int, batching: Batching) -> Iterator[range]:

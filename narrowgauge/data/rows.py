@@ -170,7 +170,10 @@ class PaddingReport:
     planned: Waste  # this plan
 
     def __str__(self) -> str:
-        return f"padding: {self.planned}; shuffled batches would have {self.shuffled}, one fixed width {self.fixed}"
+        return (
+            f"padding: {self.planned}; random batches, each as wide as its longest, would have {self.shuffled}, "
+            f"one fixed width {self.fixed}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: tokens, positions and percent of each way."""

@@ -25,10 +25,8 @@ from narrowgauge.train.tasks.task import Readings, TrainTask
 
 EVAL_ORDER = b"evaluation"
 ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
-WORTH_A_WORD, MORE_PARTS = (
-    20.0,
-    4,
-)  # percent of padding that preview says how to mend; by so many times the micro-batches
+WORTH_A_WORD = 20.0  # percent of padding from which `preview` says how to mend it
+MORE_PARTS = 4  # so many times the micro-batches are what it advises
 
 
 @dataclass
@@ -98,8 +96,8 @@ class TableTask(TrainTask):
     @property
     def _order(self) -> Literal["length", "shuffled"]:
         """Of a writing task shuffled: the end of a text hangs on its length, so steps of one length teach it later."""
-        shuffled = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
-        return "shuffled" if shuffled == "shuffled" else "length"
+        asked = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
+        return "shuffled" if asked == "shuffled" else "length"
 
     @cached_property
     def _strata(self) -> Indices | None:
@@ -159,7 +157,8 @@ class TableTask(TrainTask):
         sorted_ = self._planned(replace(self._batching, order="length"), 0, 1).padding.planned.percent
         return [
             f"Steps are random samples of all lengths, {now:.0f} % padding. micro_batches = {parts} would cut each into parts of like "
-            f"length, {cut:.0f} % padding; batch_order = 'length' would pad {sorted_:.0f} %, and learn later."
+            f"length, {cut:.0f} % padding; batch_order = 'length' would pad {sorted_:.0f} %; "
+            "models that began at random learnt to write later so."
         ]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
