@@ -85,10 +85,13 @@ class CausalBatches:
             raise ConfigError(
                 f"batch_size {self.batch_size} is no multiple of {micro_batches} micro-batches. Pass a divisor of it."
             )
-        first = step * self.batch_size + micro_batch * rows
-        places = (divmod(sample, self.windows) for sample in range(first, first + rows))
-        windows = [int(epoch_order(self.windows, self.seed, epoch)[place]) for epoch, place in places]
+        windows = self.windows_of(step, range(micro_batch * rows, (micro_batch + 1) * rows))
         return self._rows(windows, len(self.stream) - 1)
+
+    def windows_of(self, step: int, rows: range | None = None) -> list[int]:
+        """The windows of these rows of a batch, or of all, from 0: number n is the tokens from n x sequence_length on."""
+        places = (divmod(step * self.batch_size + row, self.windows) for row in rows or range(self.batch_size))
+        return [int(epoch_order(self.windows, self.seed, epoch)[place]) for epoch, place in places]
 
     def evaluation(self, max_tokens: int | None = None) -> Iterator[Batch]:
         """The stream in order, each label once: all len(stream) - 1 labels, or the first `max_tokens`.

@@ -78,6 +78,7 @@ MAYBE = either(number(finite=False), NOTHING)
 SPIKE = {
     **dict.fromkeys(("expected_loss", "loss_scales", "grad_norm", "expected_grad_norm", "grad_norm_scales", "wide"), MAYBE),
     **dict.fromkeys(("why", "sentence"), text), "loss": LOSS, "checkpoint": COUNT, "left_out": listed(COUNT),
+    "examples": listed(COUNT),
 }  # fmt: skip
 
 _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what it must have, what else it may have
@@ -168,11 +169,14 @@ def _numbers(value: Any) -> Any:
     return value
 
 
+NAMES = {"spike": ("left_out",)}  # what tells events of a kind and step apart: once a batch is left out, the next may spike at its step
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
 
     A `resume` from step k, or a `rewind` to it, removes earlier events of later steps, but for spikes whose batch stays left out. Of events
-    that agree in (event, step, module, role, switch) the last one counts. Skips a last line that a crash cut short. Raises ConfigError if
+    that agree in (event, step, module, role, switch), or of spikes in what they left out, the last one counts. Skips a last line that a crash cut short. Raises ConfigError if
     any other line is not an event.
     """
     try:
@@ -201,7 +205,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             reached = step - 1
         elif kind in ("step", "branch"):
             reached = step
-        key = (kind, step, *(str(event.get(name)) for name in ("module", "role", "switch")))  # one may be a list
+        key = (kind, step, *(str(event.get(name)) for name in NAMES.get(kind, ("module", "role", "switch"))))  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())

@@ -23,7 +23,7 @@ from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
-from narrowgauge.errors import CheckpointError
+from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train import guarded
 from narrowgauge.train.checkpoint.store import Checkpoint
 from narrowgauge.train.console import Console
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 KEY = "spikes"  # in the facts of a checkpoint
 DATA, FORMAT, UNKNOWN = "data", "format", "unknown"
+SHOWN = 8  # numbers of examples that a sentence names
 MOST_SKIPS = 20  # in a run; data that spike more often are not mended by leaving batches out
 
 
@@ -44,7 +45,7 @@ MOST_SKIPS = 20  # in a run; data that spike more often are not mended by leavin
 class Judgement:
     """cause: data, format or unknown, and then why; checkpoint: the step from which BF16 went; wide: its loss at the spike, or None.
 
-    was_stopped: a request to stop cut it short
+    was_stopped: a request to stop cut it short. examples: numbers of the training examples in the batch of the spike
     """
 
     cause: str
@@ -52,6 +53,7 @@ class Judgement:
     checkpoint: int = 0
     wide: float | None = None
     was_stopped: bool = False
+    examples: Sequence[int] = ()
 
 
 class SpikeWatch(Watch):
@@ -96,7 +98,8 @@ class SpikeWatch(Watch):
         words = _words(spike, judged, left_out)
         trainer.log.write(
             "spike", spike.step, **{key: value for key, value in spike.event().items() if key != "step"}, cause=judged.cause,
-            why=judged.why, checkpoint=judged.checkpoint, wide=judged.wide, left_out=left_out, sentence=words,
+            why=judged.why, checkpoint=judged.checkpoint, wide=judged.wide, left_out=left_out, examples=list(judged.examples),
+            sentence=words,
         )  # fmt: skip
         show.say(f"step {trainer.step}: {words}")
         if may_skip:
@@ -137,7 +140,11 @@ class SpikeWatch(Watch):
             for place, each in enumerate(wide.steps, 1)
         ]
         is_data = bool(wide.lost) or any(each is not None for each in spikes)
-        return Judgement(DATA if is_data else FORMAT, "", found.step, wide.losses[-1] if wide.losses else None)
+        last, examples = wide.drawn
+        return Judgement(
+            DATA if is_data else FORMAT, "", found.step, wide.losses[-1] if wide.losses else None,
+            examples=examples if last == spike.step else (),
+        )  # fmt: skip
 
     def _skip(self, numbers: list[int]) -> None:
         """Back to the newest checkpoint, without these batches and those that were left out before."""
@@ -161,7 +168,10 @@ class SpikeWatch(Watch):
 
     def last_words(self) -> str:
         """Of the whole run, and not of what went on since it was resumed."""
-        told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
+        try:
+            told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
+        except ConfigError as error:
+            return f"Loss spikes: not counted. {error}"
         if not told:
             return "Loss spikes: none."
         counts = ", ".join(f"{told.count(each)} of {words}" for each, words in CAUSES.items() if each in told)
@@ -187,11 +197,17 @@ def _words(spike: Spike, judged: Judgement, left_out: list[int]) -> str:
     said += f"; BF16 from step {judged.checkpoint} on the same batches {wide}"
     if judged.cause == FORMAT:
         return f"{said}. It is the number format: let the guard act (--guard then=stay), or name a wider recipe."
+    said += f". It is the data{_examples(judged.examples)}"
     if left_out:
-        return (
-            f"{said}. It is the data: the run goes back to step {judged.checkpoint} and leaves out batch {left_out[0]}."
-        )
-    return f"{said}. It is the data: look at the batch of this step, or leave it out with --on-spike skip."
+        return f"{said}. The run goes back to step {judged.checkpoint} and leaves out batch {left_out[0]}."
+    return f"{said}. Look at the batch of this step, or leave it out with --on-spike skip."
+
+
+def _examples(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    shown, more = sorted(numbers)[:SHOWN], len(numbers) - SHOWN
+    return f", examples {', '.join(map(str, shown))}{f' and {more} more (metrics.jsonl has all)' if more > 0 else ''}"
 
 
 def watch_of(trainer: Trainer) -> Watch:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +57,7 @@ class Stretch:
     steps  of each step what the log of a run says: `loss`, `grad_norm`, `lr`, `tokens`, ...; and `inputs`, tokens that the model read
     lost   the step at which loss or norm were not finite, and nothing went on; 0: none
     ended  '' or why it ended before its last step: a request to stop
+    drawn  (number of the last step that was begun, numbers of the training examples in its batch)
     """
 
     begun: int
@@ -64,6 +65,7 @@ class Stretch:
     lost: int = 0
     ended: str = ""
     spent_s: float = 0.0
+    drawn: tuple[int, Sequence[int]] = (0, ())
 
     @property
     def losses(self) -> list[float]:
@@ -141,6 +143,7 @@ def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Ten
     """One step; what it says but loss and norm goes to `found`, and the readings of these are returned."""
     trainer.ranks.place = f"step {number} of a stretch that does not count"
     drawn = trainer.feed.draw(trainer.step)
+    found.drawn = number, drawn.examples
     targets, facts = targets_of_ranks(drawn, number, trainer.stop, trainer.ranks)
     batches = [half for batch in drawn.batches for half in _halves(batch)] if in_halves else drawn.batches
     lr = learning_rate(trainer.config, number)

@@ -54,6 +54,13 @@ def test_a_spike_whose_batch_stays_left_out_is_told_after_a_resumption_before_it
     assert [event["event"] for event in read_metrics(tmp_path / "again.jsonl")] == ["rewind", "resume"]
 
 
+def test_two_batches_that_were_left_out_at_one_step_are_told_both(tmp_path):
+    """Once a batch is left out the next one takes its step, and may spike there."""
+    path, again = tmp_path / "metrics.jsonl", ("rewind", 5, {"steps": 4, "why": "spike"})
+    write(path, *(each for batch in (9, 10) for each in (("spike", 9, {"cause": "data", "left_out": [batch]}), again)))
+    assert [event["left_out"] for event in read_metrics(path) if event["event"] == "spike"] == [[9], [10]]
+
+
 def test_numbers_that_json_lacks_are_strict_json_and_come_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, ("step", 1, {"loss": math.nan, "grad_norm": math.inf, "counts": [1, -math.inf]}))

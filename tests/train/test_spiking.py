@@ -16,6 +16,7 @@ from narrowgauge.train import loop
 from narrowgauge.train.tasks import writing
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
+from narrowgauge.train.trainer import Trainer
 from tests.train import faulty_run, spiking_run, tiny
 from tests.train.spiking_run import LONG, PLANTED
 
@@ -66,6 +67,10 @@ def saturating(monkeypatch):
     spiking_run.saturate(monkeypatch)
 
 
+def log_lines(config):
+    return (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+
+
 def spikes(config):
     return tiny.events(Path(config.output), "spike")
 
@@ -113,6 +118,8 @@ def test_a_skipped_run_ends_near_the_clean_one(make, request):
     assert loop.run(config) == 0
     [event] = spikes(config)
     assert (event["step"], event["cause"], event["left_out"]) == (PLANTED, "data", [PLANTED])
+    assert len(event["examples"]) == LONG["batch_size"]
+    assert "It is the data, examples " + ", ".join(map(str, sorted(event["examples"]))) + "." in event["sentence"]
     assert [each["why"] for each in tiny.events(Path(config.output), "rewind")] == ["spike"]
     losses, expected = tiny.losses(Path(config.output)), tiny.losses(Path(clean.output))
     assert list(losses) == list(range(1, 105))
@@ -122,6 +129,38 @@ def test_a_skipped_run_ends_near_the_clean_one(make, request):
     assert loop.run(other) == 0
     noise = abs(tiny.events(Path(other.output), "eval")[-1]["loss"] - ends[1])
     assert abs(ends[0] - ends[1]) <= noise
+
+
+@pytest.mark.slow
+def test_two_corrupt_batches_at_one_step_are_both_told(make, monkeypatch, capsys):
+    spiking_run.corrupt(monkeypatch)
+    spiking_run.corrupt(monkeypatch, PLANTED + 1)
+    config = make("run", on_spike="skip", **LONG)
+    assert loop.run(config) == 0
+    assert [(event["step"], event["left_out"]) for event in spikes(config)] == [
+        (PLANTED, [PLANTED]),
+        (PLANTED, [PLANTED + 1]),
+    ]
+    assert "Loss spikes: 2 spikes, 2 of the data." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_whose_log_is_damaged_meanwhile_is_finished_and_says_so(make, capsys, monkeypatch):
+    """The report cannot be written; model and log are."""
+    config = make("run", on_spike="warn", **{**LONG, "steps": 4})
+    train = Trainer.train
+
+    def damaged(trainer, *given):
+        found = train(trainer, *given)
+        with trainer.log.path.open("a") as log:
+            log.write("{\n")
+        return found
+
+    monkeypatch.setattr(Trainer, "train", damaged)
+    with pytest.raises(ConfigError, match="Remove the line"):
+        loop.run(config)
+    assert "Loss spikes: not counted." in capsys.readouterr().err
+    assert '"event": "done"' in log_lines(config)[-1] and (Path(config.output) / "final" / "config.json").exists()
 
 
 @pytest.mark.slow

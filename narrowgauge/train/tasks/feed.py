@@ -50,7 +50,7 @@ class SampledFeed(Feed):
                 self.positions(batch) for part, batch in zip(mine, batches, strict=True) if part < len(parts)
             ),
         }
-        return StepBatch(batches, inputs, facts)
+        return StepBatch(batches, inputs, facts, drawn)
 
     @abstractmethod
     def _batch(self, items: Sequence[Any]) -> Batch:

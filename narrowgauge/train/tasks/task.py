@@ -5,7 +5,7 @@ batches of one run and keeps the position. The trainer uses these two and does n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
@@ -44,6 +44,8 @@ class StepBatch:
     inputs: int  # tokens that the model reads in the step, padding not counted; of a pair of texts the longer one's
     # Further keys of the step's event; of `batches` the positions alone.
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # Numbers, from 0, of the training examples of the whole step, whatever a rank has of it; of a text, of its windows.
+    examples: Sequence[int] = ()
 
 
 class Feed(ABC):

@@ -44,7 +44,8 @@ class TextFeed(Feed):
 
     def draw(self, step: int) -> StepBatch:
         batches = [self.batches.batch(step, part, self.parts) for part in self.mine(self.parts)]
-        return StepBatch(batches, self.batches.batch_size * self.batches.sequence_length)
+        inputs = self.batches.batch_size * self.batches.sequence_length
+        return StepBatch(batches, inputs, examples=self.batches.windows_of(step))
 
     def probe(self) -> Batch:
         return self.batches.batch(0, 0, self.parts)
