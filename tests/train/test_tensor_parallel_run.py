@@ -102,6 +102,7 @@ OPTIONS = [
     {"recipe": "fp8-row", "optimizer": "adamw", "states": "8bit", "precision": "bf16-o3"},
     {"recipe": "int4-hq-lss", "precision": "fp32"},
     {"recipe": "none", "precision": "fp32", "freeze": "*.0.self_attn.*"},
+    {"recipe": "none", "precision": "fp32", "embedding_codes": "int4"},
 ]
 
 
