@@ -1,7 +1,7 @@
 """Loss spikes of a run (`on_spike`): noticed by a robust rule (diagnose/spikes.py), judged by BF16, skipped where the data are to blame.
 
     judge    the newest checkpoint before the spike is taken up, BF16 takes the same batches up to the spike, and the run is put back to the
-             bit (`stretch`). Where BF16 spikes as well, by the same rule, it is the data; where it does not, it is the format
+             bit (`stretch`). Where BF16 lies above the curve there as well (LOSS_WITH_NORM scales), it is the data; where not, the format
     warn     says which
     skip     of data: the run goes back to that checkpoint and leaves the batch of the spike out. The log names it, and checkpoints know it.
              A spike of the format is not skipped: it would come again. The guard, or a wider recipe, is for that
@@ -86,16 +86,24 @@ class SpikeWatch(Watch):
         trainer = self.trainer
         if not self.found or (trainer.pending is not None and trainer.pending.steps):
             return
-        spike, self.found = self.found[0], []
+        found, self.found = self.found, []  # on a GPU several may come at once
+        for spike in found:
+            if self._went_back(spike, show):
+                break
+
+    def _went_back(self, spike: Spike, show: Console) -> bool:
+        """Judges a spike, tells it, and skips it where that is to be done: True if the run went back, to before later spikes too."""
+        trainer = self.trainer
         judged = self._judged(spike)
         if self.skips and judged.was_stopped:
             self._go_back()  # resumed it comes to the spike again: what is skipped does not depend on when a run is stopped
             show.say(f"step {spike.step}: a loss spike was not judged to the end. Resumed, the run judges it.")
-            return
+            return True
         number = trainer.feed.number(spike.step - 1)
-        may_skip = self.skips and judged.cause == DATA and len(trainer.feed.left_out) < MOST_SKIPS
+        is_full = len(trainer.feed.left_out) >= MOST_SKIPS
+        may_skip = self.skips and judged.cause == DATA and not is_full
         left_out = [number] if may_skip else []
-        words = _words(spike, judged, left_out)
+        words = _words(spike, judged, left_out, self.skips)
         trainer.log.write(
             "spike", spike.step, **{key: value for key, value in spike.event().items() if key != "step"}, cause=judged.cause,
             why=judged.why, checkpoint=judged.checkpoint, wide=judged.wide, left_out=left_out, examples=list(judged.examples),
@@ -104,6 +112,7 @@ class SpikeWatch(Watch):
         show.say(f"step {trainer.step}: {words}")
         if may_skip:
             self._skip(left_out)
+        return may_skip
 
     def _newest(self) -> Checkpoint | None:
         trainer = self.trainer
@@ -120,7 +129,7 @@ class SpikeWatch(Watch):
     def _judged(self, spike: Spike) -> Judgement:
         """What BF16 makes of the batches since the newest checkpoint."""
         trainer = self.trainer
-        stages = [stage.step for stage in trainer.stages]
+        stages, left_out = [stage.step for stage in trainer.stages], list(trainer.feed.left_out)
         with undone(trainer, self.where):
             try:
                 found = self._newest()
@@ -129,17 +138,18 @@ class SpikeWatch(Watch):
                 if any(found.step < step <= spike.step for step in stages):
                     return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
                 trainer.take_up(found)
+                trainer.feed.leave_out(left_out)  # what the run left out since: BF16 takes the batches that the run took
             except CheckpointError as error:
                 return Judgement(UNKNOWN, str(error))
             wide = taken(trainer, spike.step - found.step)
         if wide.ended:
             return Judgement(UNKNOWN, wide.ended, found.step, was_stopped=True)
         rule = _rule_of(found.facts)
-        spikes = [
-            rule.add(found.step + place, *(each[key] for key in ("loss", "grad_norm")))
-            for place, each in enumerate(wide.steps, 1)
-        ]
-        is_data = bool(wide.lost) or any(each is not None for each in spikes)
+        for number, each in enumerate(wide.steps, found.step + 1):
+            # At the spike itself the lower of the rule's two lines: BF16 has lost the curve as well, if not as far.
+            rule.inside = rule.inside or number == spike.step
+            rule.add(number, each["loss"], each["grad_norm"])
+        is_data = bool(wide.lost) or rule.inside
         last, examples = wide.drawn
         return Judgement(
             DATA if is_data else FORMAT, "", found.step, wide.losses[-1] if wide.losses else None,
@@ -188,7 +198,7 @@ def _rule_of(facts: Mapping[str, Any]) -> Spikes:
     return rule
 
 
-def _words(spike: Spike, judged: Judgement, left_out: list[int]) -> str:
+def _words(spike: Spike, judged: Judgement, left_out: list[int], skips: bool) -> str:
     said = f"loss spike at step {spike.step}: {spike.loss:.4f}"
     said += f" where {spike.expected_loss:.4f} was expected" if spike.expected_loss is not None else ""
     if judged.cause == UNKNOWN:
@@ -200,6 +210,8 @@ def _words(spike: Spike, judged: Judgement, left_out: list[int]) -> str:
     said += f". It is the data{_examples(judged.examples)}"
     if left_out:
         return f"{said}. The run goes back to step {judged.checkpoint} and leaves out batch {left_out[0]}."
+    if skips:
+        return f"{said}. {MOST_SKIPS} batches are left out already, and no more are: look at the data."
     return f"{said}. Look at the batch of this step, or leave it out with --on-spike skip."
 
 

@@ -6,19 +6,23 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop
+from narrowgauge.train import loop, spiking
 from narrowgauge.train.tasks import writing
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
 from narrowgauge.train.trainer import Trainer
 from tests.train import faulty_run, spiking_run, tiny
 from tests.train.spiking_run import LONG, PLANTED
+
+
+MEASURED = ("grad_norm", "expected_loss", "loss_scales", "expected_grad_norm", "grad_norm_scales")
 
 
 class Counted(Feed):
@@ -141,7 +145,46 @@ def test_two_corrupt_batches_at_one_step_are_both_told(make, monkeypatch, capsys
         (PLANTED, [PLANTED]),
         (PLANTED, [PLANTED + 1]),
     ]
+    examples = [event["examples"] for event in spikes(config)]
+    assert examples[0] and not set(examples[0]) & set(examples[1]), "of the batch that took the step of the first"
     assert "Loss spikes: 2 spikes, 2 of the data." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["warn", "skip"])
+def test_a_spike_of_the_format_behind_one_of_the_data_is_no_second_of_the_data(make, monkeypatch, mode):
+    """Both since the newest checkpoint, which knows of neither."""
+    spiking_run.corrupt(monkeypatch, 88)
+    spiking_run.saturate(monkeypatch, 97)
+    config = make("run", layers_recipe={"lm_head": "fp8-delayed"}, on_spike=mode, **LONG)
+    assert loop.run(config) == 0
+    first, second = spikes(config)[:2]
+    assert (first["step"], first["cause"], first["left_out"]) == (88, "data", [88] if mode == "skip" else [])
+    assert 97 <= second["step"] <= 98 and (second["cause"], second["left_out"]) == ("format", [])
+
+
+@pytest.mark.slow
+def test_a_run_that_has_left_out_enough_says_so(make, monkeypatch, corrupt):
+    monkeypatch.setattr(spiking, "MOST_SKIPS", 0)
+    config = make("run", on_spike="skip", **LONG)
+    assert loop.run(config) == 0
+    [event] = spikes(config)
+    assert event["left_out"] == [] and "no more are: look at the data" in event["sentence"]
+    assert "--on-spike" not in event["sentence"]
+
+
+@pytest.mark.parametrize("cause", ["format", "data"])
+def test_spikes_that_are_read_together_are_all_told(monkeypatch, cause):
+    """As on a GPU, whose losses are read every few steps; once the run goes back, later ones have not happened."""
+    trainer = Mock(pending=None, step=100, config=Mock(on_spike="skip"))
+    trainer.feed.left_out = []
+    watch = spiking.SpikeWatch(trainer)
+    monkeypatch.setattr(watch, "_judged", lambda spike: spiking.Judgement(cause, "", 80, 3.0))
+    monkeypatch.setattr(watch, "_go_back", lambda left_out=(): None)
+    watch.found = [spiking.Spike(step=step, loss=9.0, **dict.fromkeys(MEASURED, 1.0)) for step in (92, 97)]
+    watch.after_step(Mock())
+    told = [call.args for call in trainer.log.write.call_args_list]
+    assert told == [("spike", 92), ("spike", 97)][: 1 if cause == "data" else 2] and watch.found == []
 
 
 @pytest.mark.slow
