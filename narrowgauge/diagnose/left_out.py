@@ -29,8 +29,10 @@ def of_run(run: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> tuple
 
 
 def other_steps(steps: Iterable[int], one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Those at which two runs that left these out learnt from different batches."""
-    return [step for step in steps if batch_of(step, one) != batch_of(step, other)]
+    """Those from the first on at which two runs that left these out learnt from different batches: their weights differ since."""
+    known = list(steps)
+    first = min((step for step in known if batch_of(step, one) != batch_of(step, other)), default=None)
+    return [] if first is None else [step for step in known if step >= first]
 
 
 def words(name: str, left_out: Sequence[int]) -> str:

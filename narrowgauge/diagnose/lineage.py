@@ -131,7 +131,7 @@ def compare(folders: Sequence[Path | str]) -> Compared:
     doubles = [other for one, other in controls if one in others or one is first]  # a control repeats what its run says
     judged = [_judged(first, other, controls) for other in others if other not in doubles]
     notes = [note for member in members if (note := gone(member))]
-    notes += [note for other in others if (note := _other_batches(first, other))]
+    notes += [note for each in judged if (note := _other_batches(each.run, each.reference))]
     if judged and not controls and any(each.curve.control is None for each in judged):
         notes.append(
             "No control among them. Branch one with twice as many micro-batches, from the same checkpoint: "
@@ -216,7 +216,7 @@ def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Membe
 
 
 def _same_batches(one: Member, other: Member) -> list[int]:
-    """The steps that both took, on one batch."""
+    """The steps that both took, before the first on different batches."""
     common = sorted(one.losses.keys() & other.losses.keys())
     others = {*left_out.other_steps(common, one.left_out, other.left_out)}
     return [step for step in common if step not in others]
@@ -231,7 +231,7 @@ def _other_batches(one: Member, other: Member) -> str:
     same = plural(len(common) - len(others), "step")
     return (
         f"{left_out.words(one.name, one.left_out)} and {left_out.words(other.name, other.left_out)} of the data (on_spike = skip): from "
-        f"step {count(others[0])} on they learnt from different batches. What is compared is {same} on the same ones."
+        f"step {count(others[0])} on they have learnt from different batches. What is compared is {same} before that."
     )
 
 

@@ -24,9 +24,9 @@ NO_METRICS = {"event", "step", "tokens", "elapsed_s"}
 NAME = re.compile(r"[A-Za-z][\w@.-]{0,40}")
 UNFINISHED = "unfinished"
 SECTIONS = ("model", "data", "task", "precision", "training")  # of config.toml, whose settings make a run another one
-NOT_NAMED = {
+NOT_NAMED = {  # embedding_codes: the name of a recipe has them
     "recipe", "seed", "steps", "epochs", "device", "threads", "compile", "keep_freed", "micro_batches", "cache", "checkpointing",
-    "cuda_graph", "parallel", "schedule", "guard", "switch", "save", "from",
+    "cuda_graph", "parallel", "schedule", "guard", "switch", "save", "from", "embedding_codes",
 }  # fmt: skip
 
 

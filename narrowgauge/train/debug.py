@@ -23,9 +23,10 @@ import narrowgauge
 from narrowgauge import manifest, storage
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
+from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
-from narrowgauge.diagnose.runs import decode, encode, read_metrics
+from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
 from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
 from narrowgauge.nn.linear import QLinear
@@ -108,9 +109,9 @@ def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
             f"debug: {run} has {max(taken, 0)} steps after its checkpoint of step {begun}, to the end or to a switch, and at least "
             f"{2 * FEWEST} are needed. Name an earlier --at, or more --steps. {place.existing(run)}"
         )
-    logged = {
-        event["step"]: event["loss"] for event in read_metrics(trainer.folder.metrics) if event["event"] == "step"
-    }
+    events = read_metrics(trainer.folder.metrics)
+    trainer.feed.leave_out(left_out.of_run(read_run(trainer.folder.run), events))  # since the checkpoint too
+    logged = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
     return Ladder(recipe=_recipe(trainer.model), begun=begun, steps=taken, asked=at, logged=logged)
 
 

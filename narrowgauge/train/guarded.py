@@ -87,7 +87,7 @@ class Guard(Watch):
         """Whether a check begins after this step."""
         config, settings = self.trainer.config, self.settings
         own = [start for start in settings.begins(config.warmup_steps, config.steps) if start <= step]
-        if not own or (self.switched is not None and settings.then == "bf16"):
+        if not own or (self.switched is not None and settings.then == "bf16" and not self._codes):
             return False
         start = own[-1]
         for stage in self.trainer.stages:
@@ -172,9 +172,17 @@ class Guard(Watch):
             return " The run goes on in BF16 until the next check."
         if then and grows_into_steps(self.trainer.model, verdict):
             return f" {GROWN}"
+        if then == WARN and self.switched is not None and self._codes:
+            return f" Its products are wider already: branch it without embedding_codes = {self._codes!r}."
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
-        return f" From here on the run has recipe {then}." if then else ""
+        kept = f"; embeddings keep their {self._codes} codes" if self._codes else ""
+        return f" From here on the run has recipe {then}{kept}." if then else ""
+
+    @property
+    def _codes(self) -> str:
+        """Of embeddings, which no recipe of products touches; ''."""
+        return self.trainer.config.embedding_codes
 
     def _blame(self, show: Console) -> None:
         """Which product it is, of the run as it is in narrow numbers."""

@@ -107,7 +107,7 @@ def test_curves_are_held_against_each_other_on_the_same_batches_alone(family, ca
     (folders[0] / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, spike]))
     assert main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
-    assert "first left out batch 41 and" in said and "from step 41 on they learnt from different batches" in said
+    assert "first left out batch 41 and" in said and "from step 41 on they have learnt from different batches" in said
     assert "The curve is the same within control" in said and "over the last 10 steps" in said
     run = json.loads((folders[0] / "run.json").read_text())
     (folders[0] / "run.json").write_text(json.dumps({**run, "left_out": [3]}))

@@ -193,6 +193,16 @@ def test_a_wider_recipe_from_there_on(make, sick, moments, recipe):
 
 
 @pytest.mark.slow
+def test_a_wider_recipe_does_not_end_the_guard_of_embeddings(make, sick, capsys):
+    guard = "every=4,steps=2,margin=0.02%,then=bf16"
+    config = make("guarded", **{**SICK, "recipe": "mxfp4", "embedding_codes": "int4", "guard": guard})
+    assert loop.run(config) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "From here on the run has recipe bf16; embeddings keep their int4 codes." in said
+    assert len(checks(config)) == 4, "BF16 would have none: two"
+
+
+@pytest.mark.slow
 def test_a_switch_after_the_guards_narrows_nothing(make, sick):
     config = make(
         "guarded",

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from narrowgauge.cli import main
 from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
@@ -161,6 +162,14 @@ def test_a_spike_of_the_format_behind_one_of_the_data_is_no_second_of_the_data(m
     first, second = spikes(config)[:2]
     assert (first["step"], first["cause"], first["left_out"]) == (88, "data", [88] if mode == "skip" else [])
     assert 97 <= second["step"] <= 98 and (second["cause"], second["left_out"]) == ("format", [])
+
+
+@pytest.mark.slow
+def test_the_ladder_of_debugging_leaves_out_what_the_run_did(make, corrupt, capsys):
+    config = make("run", on_spike="skip", keep=9, **LONG)
+    assert loop.run(config) == 0 and len(spikes(config)) == 1
+    assert main(["debug", config.output, "--at", "96", "--steps", "8"]) == 0
+    assert "It repeats: the losses that the run has logged of 24 steps, to the bit." in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import precision as precisions
-from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import WRITING
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device, threads
@@ -119,7 +118,7 @@ def _instead(saved: SavedRun, damaged: Sequence[Path]) -> str:
     """What can be scored in their place: the newest other checkpoint that is intact."""
     for which, path in saved.others(damaged):
         try:
-            store.load(path)
+            saved.model(path)
         except CheckpointError:
             continue
         return f"That of {path.parent.name}/{path.name} is intact: score it with --checkpoints {which}."
