@@ -227,7 +227,9 @@ def _options() -> argparse.Namespace:
         "--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="the first is the reference of the pairs"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    parser.add_argument("--padding", type=int, nargs="+", metavar="MICRO_BATCHES", help="count padding instead of training")
+    parser.add_argument(
+        "--padding", type=int, nargs="+", metavar="MICRO_BATCHES", help="count padding instead of training"
+    )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--learning-rate", type=float, default=2e-3)

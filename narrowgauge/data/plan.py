@@ -256,10 +256,13 @@ def _packed(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
 
 
 def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> int:
-    """Positions of rows with these tokens, batched for one rank without leaving any out."""
-    width = _ordered(tokens, widths)[1]
+    """Positions of rows with these tokens, batched in this order for one rank without leaving any out."""
+    is_shuffled = batching.order == "shuffled"
+    if is_shuffled:
+        tokens = tokens[permutation(len(tokens), b"padding")]
+    width = _ordered(tokens, widths, shuffled=is_shuffled)[1]
     parts, _ = _cut(width, replace(batching, ragged="smaller", world=1))
-    return sum(batching.shape(width[part[0]], len(part))[0] for part in parts)
+    return sum(batching.shape(max(width[place] for place in part), len(part))[0] for part in parts)
 
 
 def _groups(strata: Indices | None, count: int, batching: Batching) -> Indices | None:

@@ -115,8 +115,8 @@ class Comparison:
             both = f"{words(run, self.left_out)} and {words(reference, self.reference_left_out)}"
             return (
                 f"Of the data {both} (on_spike = skip): at {count(len(others))} of {plural(len(self.steps), 'common step')}, from step "
-                f"{count(others[0])} on, they have learnt from different batches, so their training losses are no pairs there and cannot be "
-                "compared batch by batch."
+                f"{count(others[0])} on, they have learnt from different batches, so their training losses are no pairs there and cannot "
+                "be compared batch by batch."
             )
         if self.unpaired:
             return (

@@ -169,15 +169,17 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-NAMES = {"spike": ("left_out",)}  # what tells events of a kind and step apart: once a batch is left out, the next may spike at its step
+NAMES = {
+    "spike": ("left_out",)
+}  # what tells events of a kind and step apart: once a batch is left out, the next may spike at its step
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
 
     A `resume` from step k, or a `rewind` to it, removes earlier events of later steps, but for spikes whose batch stays left out. Of events
-    that agree in (event, step, module, role, switch), or of spikes in what they left out, the last one counts. Skips a last line that a crash cut short. Raises ConfigError if
-    any other line is not an event.
+    that agree in (event, step, module, role, switch), or of spikes in what they left out, the last one counts. Skips a last line that a
+    crash cut short. Raises ConfigError if any other line is not an event.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -205,7 +207,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             reached = step - 1
         elif kind in ("step", "branch"):
             reached = step
-        key = (kind, step, *(str(event.get(name)) for name in NAMES.get(kind, ("module", "role", "switch"))))  # one may be a list
+        key = (
+            kind,
+            step,
+            *(str(event.get(name)) for name in NAMES.get(kind, ("module", "role", "switch"))),
+        )  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())

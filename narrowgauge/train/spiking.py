@@ -138,7 +138,9 @@ class SpikeWatch(Watch):
                 if any(found.step < step <= spike.step for step in stages):
                     return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
                 trainer.take_up(found)
-                trainer.feed.leave_out(left_out)  # what the run left out since: BF16 takes the batches that the run took
+                trainer.feed.leave_out(
+                    left_out
+                )  # what the run left out since: BF16 takes the batches that the run took
             except CheckpointError as error:
                 return Judgement(UNKNOWN, str(error))
             wide = taken(trainer, spike.step - found.step)

@@ -58,7 +58,9 @@ def test_micro_batches_are_the_rows_of_the_batch_in_order(size, step, seed):
         parts = [batches.batch(step, micro, count) for micro in range(count)]
         for name in ("input_ids", "labels"):
             assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
-    assert [window * length for window in batches.windows_of(step)] == whole["input_ids"][:, 0].tolist(), "they count up"
+    assert [window * length for window in batches.windows_of(step)] == whole["input_ids"][:, 0].tolist(), (
+        "they count up"
+    )
 
 
 def test_the_order_of_asking_does_not_matter():

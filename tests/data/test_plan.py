@@ -1,5 +1,6 @@
 """Plans of an epoch, exactly: nothing lost or drawn twice, within the budget, the same wherever it is computed."""
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -184,6 +185,22 @@ def test_a_plan_says_when_packing_would_pad_more():
     for epoch, among in ((1, None), (0, [3, 100, 101])):
         other = plan(lengths, Batching(batch_size=2, row_length=112, classes=1), epoch, among=among)
         assert (other.alone, other.widths) == (found.alone, found.widths)
+
+
+def test_packing_is_decided_and_explained_for_the_order_that_is_asked():
+    """By length one example in a row pads less; shuffled it would pad more. What is told is what a shuffled epoch has."""
+    draw = np.random.default_rng(34)
+    lengths = np.where(draw.random(1000) < 0.715, draw.integers(253, 332, 1000), draw.integers(467, 512, 1000))
+    by_length, shuffled = (
+        plan(lengths, Batching(batch_size=16, row_length=512, order=order)) for order in ("length", "shuffled")
+    )
+    padded = plan(lengths, Batching(batch_size=16, order="shuffled")).padding.planned
+    assert by_length.alone and not shuffled.alone
+    assert shuffled.padding.planned.positions < padded.positions
+    lengths = np.random.default_rng(0).integers(260, 512, 1000)
+    found = plan(lengths, Batching(batch_size=16, row_length=512, order="shuffled"))
+    [told] = re.findall(r"by (\S+) % with one", found.alone)
+    assert float(told) == pytest.approx(found.padding.planned.percent, abs=1) and float(told) > 20
 
 
 def test_too_long_is_an_error_with_count_and_longest_or_skipped():

@@ -22,7 +22,6 @@ from narrowgauge.train.trainer import Trainer
 from tests.train import faulty_run, spiking_run, tiny
 from tests.train.spiking_run import LONG, PLANTED
 
-
 MEASURED = ("grad_norm", "expected_loss", "loss_scales", "expected_grad_norm", "grad_norm_scales")
 
 

@@ -26,7 +26,7 @@ from narrowgauge.train.tasks.task import Readings, TrainTask
 EVAL_ORDER = b"evaluation"
 ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
 WORTH_A_WORD = 20.0  # percent of padding from which `preview` says how to mend it
-MORE_PARTS = 4  # so many times the micro-batches are what it advises
+MORE_PARTS = (4, 3, 2)  # so many times the micro-batches: the first that divides the batch is what it advises
 
 
 @dataclass
@@ -152,13 +152,18 @@ class TableTask(TrainTask):
         config, now = self.config, self._plan.padding.planned.percent
         if self._order == "length" or now < WORTH_A_WORD:
             return []
-        parts = MORE_PARTS * config.micro_batches
-        cut = self._planned(self._batching, 0, parts).padding.planned.percent
-        sorted_ = self._planned(replace(self._batching, order="length"), 0, 1).padding.planned.percent
+        said = f"Steps are random samples of all lengths, {now:.0f} % padding."
+        whole = 0 if config.token_budget else config.batch_size
+        if more := next((times for times in MORE_PARTS if not whole % (times * config.micro_batches)), 0):
+            cut = self._planned(self._batching, 0, more * config.micro_batches).padding.planned.percent
+            said += (
+                f" {more} times as many micro_batches would cut each into parts of like length, {cut:.0f} % padding."
+            )
+        sorted_ = self._planned(
+            replace(self._batching, order="length"), 0, config.micro_batches
+        ).padding.planned.percent
         return [
-            f"Steps are random samples of all lengths, {now:.0f} % padding. micro_batches = {parts} would cut each into parts of like "
-            f"length, {cut:.0f} % padding; batch_order = 'length' would pad {sorted_:.0f} %; "
-            "models that began at random learnt to write later so."
+            f"{said} batch_order = 'length' would pad {sorted_:.0f} %; models that began at random learnt to write later so."
         ]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:

@@ -99,7 +99,7 @@ def test_shuffled_batches_are_the_same_however_they_are_cut_and_pad_less_in_part
         seen[parts] = planned, [event["loss"] for event in events], [event["examples"] for event in events]
     assert seen[4][0] < seen[1][0] and seen[4][2] == seen[1][2]
     [told] = re.findall(
-        r"micro_batches = 4 would cut each .*?, (\d+) % padding", " ".join(capsys.readouterr().err.split())
+        r"4 times as many micro_batches would cut each .*?, (\d+) % padding", " ".join(capsys.readouterr().err.split())
     )
     assert int(told) == round(100 * (1 - run_json(config)["data"]["padding"]["planned"]["tokens"] / seen[4][0]))
     assert seen[4][1] == pytest.approx(seen[1][1], rel=1e-3)
