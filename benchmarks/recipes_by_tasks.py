@@ -36,6 +36,7 @@ RECIPES = (
 )  # fmt: skip
 STEPS = {"tagging": 120, "numbers": 120, "digits": 240, "answers": 160, "characters": 120, "translation": 240}
 HIGHER_IS_BETTER = ("digits", "tagging", "answers", "numbers")
+ROWS = 16  # examples of a step
 Batch = dict[str, Any]
 
 
@@ -96,7 +97,7 @@ def of_table(kind: str, score_of: Callable[[Any, Any], float]) -> Callable[[int,
         model, train, held, tokenizer = prepared(kind, seed, 1200, place)
         collate = data.Collator(pad_id=data.pad_id_of(tokenizer), multiple=8)
         order = "stratified" if train.strata is not None else "length"
-        batches = [collate([train[index] for index in step]) for step in ordered(order, train, seed, steps)]
+        batches = [collate([train[index] for index in step]) for step in ordered(order, train, seed, steps, ROWS)]
         tests = [collate([held[index] for index in part]) for part in data.sorted_batches(held.lengths, batch_size=64)]
 
         def loss(model: Any, batch: Batch) -> Any:
@@ -148,7 +149,7 @@ def digits(seed: int, steps: int, place: Path) -> Made:
         num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     draw = np.random.default_rng(seed)
-    chosen = (torch.from_numpy(draw.permutation(training)[:16]) for _ in range(steps))
+    chosen = (torch.from_numpy(draw.permutation(training)[:ROWS]) for _ in range(steps))
     batches = ({"pixel_values": pixels[part], "labels": labels[part]} for part in chosen)
 
     def score(model: Any) -> float:
@@ -172,7 +173,7 @@ def translation(seed: int, steps: int, place: Path) -> Made:
         for side in (train_file, held_file)
     )
     collate = data.Collator(pad_id=data.pad_id_of(tokenizer), multiple=8)
-    batches = [collate([train[index] for index in step]) for step in ordered("length", train, seed, steps)]
+    batches = [collate([train[index] for index in step]) for step in ordered("shuffled", train, seed, steps, ROWS)]
     tests = [collate([held[index] for index in part]) for part in data.sorted_batches(held.lengths, batch_size=64)]
 
     def score(model: Any) -> float:
@@ -205,7 +206,7 @@ def characters(seed: int, steps: int, place: Path) -> Made:
 
     def batches() -> Iterator[Batch]:
         for _ in range(steps):
-            ids = torch.stack([text[at : at + length] for at in draw.integers(0, cut - length, 16)])
+            ids = torch.stack([text[at : at + length] for at in draw.integers(0, cut - length, ROWS)])
             yield {"input_ids": ids, "labels": ids}
 
     held = windows(cut, len(text), 64)
