@@ -163,7 +163,7 @@ def _swing(batches: list[list[int]], strata: Any) -> float:
     return float(np.std([first[places].mean() for places in full]) / math.sqrt(share * (1 - share) / len(full[0])))
 
 
-def prepared(task: str, seed: int, rows: int, place: Path, folder: str) -> tuple[Any, Any, Any, Any]:
+def prepared(task: str, seed: int, rows: int, place: Path, folder: str = "") -> tuple[Any, Any, Any, Any]:
     """The model, the examples of both sides, and the tokenizer."""
     import torch
 

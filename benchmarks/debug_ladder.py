@@ -22,7 +22,7 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.formats import E2M1
-from narrowgauge.recipe import GEMMS, Cast, Gemm
+from narrowgauge.recipe import GEMMS, Cast, Gemm, Recipe
 from narrowgauge.train import loop
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.debug import debug
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "debug_ladder.jsonl"
 COARSE = Gemm(lhs=Cast(format=E2M1), rhs=Cast(format=E2M1))
 
 
-def sick(product: str) -> recipes.Recipe:
+def sick(product: str) -> Recipe:
     """fp8-row with one product in E2M1 per tensor."""
     return dataclasses.replace(recipes.FP8_ROW.with_gemm(**{product: COARSE}), name=f"sick-{product}", save="original")
 

@@ -101,12 +101,13 @@ class Run:
     """A model, and a loop's step with its optimizer. Linear warm-up, then a linear descent to a tenth of the rate.
 
     in_halves  the gradient is that of two halves of each batch, so that the sums are others
+    norms      of the gradients of each step, before clipping
     """
 
     def __init__(self, model: Any, rate: float, warmup: int, steps: int, in_halves: bool = False) -> None:
         import torch
 
-        self.model, self.in_halves = model, in_halves
+        self.model, self.in_halves, self.norms = model, in_halves, list[float]()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min((step + 1) / warmup, 1 - 0.9 * max(step + 1 - warmup, 0) / steps)
@@ -121,7 +122,7 @@ class Run:
             loss = self.loss(part) / len(parts)
             loss.backward()
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()

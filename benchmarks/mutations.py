@@ -181,7 +181,7 @@ def fault_at(node: ast.AST, kind: str, source: list[bytes], file: str) -> Fault 
             place = _dimension(node)
             return Fault(kind, file, place.lineno, place.col_offset, place.end_col_offset, OTHER[ast.unparse(place)])
         case ast.Attribute() | ast.Call():  # from the dot on; brackets before it stay
-            name = node.func if isinstance(node, ast.Call) else node
+            name: Any = node.func if isinstance(node, ast.Call) else node
             start = name.end_col_offset - len(name.attr) - 1
             same_line = name.end_lineno == node.end_lineno and source[name.end_lineno - 1][start : start + 1] == b"."
             return Fault(kind, file, name.end_lineno, start, node.end_col_offset, "") if same_line else None

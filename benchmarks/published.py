@@ -241,7 +241,7 @@ def _attention(flops: int) -> Work:
 
 
 def _compiled() -> Iterator[Figure]:
-    listed = [
+    listed: list[tuple[str, Any, int, dict[str, float]]] = [
         ("torchtitan", SLOW_H100, 2, {"bf16": 6667, "torchao-tensorwise": 8532}),
         ("torchao", SLOW_H100, 1, {"bf16": 6150, "torchao-tensorwise": 7689.5, "torchao-rowwise": 6768}),
         ("torchao", B200, 1, {"bf16": 8307.5, "torchao-tensorwise": 10417, "torchao-rowwise": 8640.5}),

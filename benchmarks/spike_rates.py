@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.guard_planted import SETTINGS, Continuation, batches, build
+from benchmarks.guard_planted import SETTINGS, Run, batches, build
 from benchmarks.harness import RESULTS, record
 from narrowgauge.diagnose import runs
 from narrowgauge.diagnose.spikes import LEAST, NORMAL, Spikes
@@ -58,8 +58,8 @@ def trained(data: Path, steps: int, *, batch: int, rate: float, recipe: str) -> 
     model = build(sizes)
     if recipe != "bf16":
         plant(model, recipe)
-    run = Continuation(model, batches(text, 0, steps, sizes), rate, sizes["warmup"])
-    losses = run.go_on(steps)
+    run = Run(model, rate, sizes["warmup"], steps)
+    losses = [float(run.step(ids)) for ids in batches(text, 0, steps, sizes)]
     return list(zip(losses, run.norms, strict=True))
 
 

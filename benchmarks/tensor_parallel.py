@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="record nothing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_rank, (options, str(Path(folder) / "store")), nprocs=options.ranks)
+        mp.spawn(on_rank, (options, str(Path(folder) / "store")), nprocs=options.ranks)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Start:
         arguments += ["--parallel=fsdp", f"--micro-batches={2 // world}"]
         self.said = place / "said.txt"
         self.said.write_text("", encoding="utf-8")
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(world)}
         shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
         self.processes = []

@@ -121,7 +121,7 @@ def _build_with_casts(bench: Bench, recipe: str, together: bool, matrices: int, 
         def step() -> None:
             optimizer.step()
             ng.advance(model)
-            for layer in model:
+            for layer in model.children():
                 cast_weight(layer)
 
         return step

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.bench import SETS, Bench, rotating
-from narrowgauge.conversion.auto import decide, measure
+from narrowgauge.conversion import measure
+from narrowgauge.conversion.auto import decide
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
