@@ -291,7 +291,7 @@ class TableFormat(Format):
 def _round_stochastically(y: Tensor, noise: Tensor) -> Tensor:
     """floor(y) or floor(y) + 1, the latter where noise is below y's fraction; whole numbers stay."""
     floor = y.floor()
-    return floor + (noise < y - floor)
+    return (noise < y - floor).to(y.dtype).add_(floor)  # a sum of both types would make a third copy on a CPU
 
 
 @cached

@@ -43,7 +43,7 @@ class Key:
             return reference(self.words[0], self.words[1], tuple(shape), self.words.device)
         from narrowgauge.ops.cpp import int4 as cpp
 
-        if cpp.refuse("cpu") is None and not wrapper():
+        if cpp.refuse("cpu") is None and (not wrapper() or dry_run_on() is not None):
             return cpp.uniform(tuple(shape), self.words)
         return reference(*self.words, tuple(shape))
 

@@ -80,6 +80,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"precision": "bf16-o3", "optimizer": "lion", "states": "8bit", "checkpointing": "selective"}),
     ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
     ("codes", {"embedding_codes": "int4", "layers": 3}),
+    *((recipe, {"recipe": recipe, "layers": 3}) for recipe in ("mxfp4", "nvfp4", "int4-lsq-luq", "int4-row-sr")),
     ("coded weights", {"embedding_codes": "int8", "precision": "bf16-o2", "recipe": "int4-hq-bs", "layers": 3}),
     ("classes", {"task": "classification", "model": bert, "data": "nowhere.csv", "classes": "3", "precision": "fp32"}),
     (
