@@ -12,7 +12,7 @@ from transformers import T5ForConditionalGeneration as T5
 
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.collate import Collator
-from narrowgauge.data.targets import count_targets, step_loss, summed_loss, trainer_loss
+from narrowgauge.data.targets import count_targets, squared_loss, step_loss, summed_loss, trainer_loss
 from narrowgauge.errors import DataError
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -144,3 +144,10 @@ def test_all_labels_masked_is_an_error():
     with pytest.raises(DataError, match="no valid target in 1 micro-batches"):
         count_targets([{"labels": labels}], "causal-lm")
     assert float(summed_loss(torch.zeros(1, 3, 5), labels, "causal-lm")) == 0
+
+
+def test_differences_are_taken_in_float32_whatever_both_are():
+    """Exact: bfloat16 would make 255 of 254.9921875."""
+    values, targets = torch.tensor([[256.0]], dtype=torch.bfloat16), torch.tensor([[1.0078125]], dtype=torch.bfloat16)
+    found = squared_loss(values, targets)
+    assert found.dtype == torch.float32 and float(found) == 254.9921875**2
