@@ -150,4 +150,4 @@ def test_differences_are_taken_in_float32_whatever_both_are():
     """Exact: bfloat16 would make 255 of 254.9921875."""
     values, targets = torch.tensor([[256.0]], dtype=torch.bfloat16), torch.tensor([[1.0078125]], dtype=torch.bfloat16)
     found = squared_loss(values, targets)
-    assert found.dtype == torch.float32 and float(found) == 254.9921875**2
+    assert found.dtype == torch.float32 and float(found) == float(torch.tensor(254.9921875) ** 2)
