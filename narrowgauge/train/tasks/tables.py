@@ -26,7 +26,7 @@ from narrowgauge.train.tasks.task import Readings, TrainTask
 EVAL_ORDER = b"evaluation"
 ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
 WORTH_A_WORD = 20.0  # percent of padding from which `preview` says how to mend it
-MORE_PARTS = (4, 3, 2)  # so many times the micro-batches: the first that divides the batch is what it advises
+MORE_PARTS = (4, 3, 2)  # so many times the micro-batches: it advises the first that divides the batch and pads less
 
 
 @dataclass
@@ -154,17 +154,15 @@ class TableTask(TrainTask):
             return []
         said = f"Steps are random samples of all lengths, {now:.0f} % padding."
         whole = 0 if config.token_budget else config.batch_size
-        if more := next((times for times in MORE_PARTS if not whole % (times * config.micro_batches)), 0):
+        for more in (times for times in MORE_PARTS if not whole % (times * config.micro_batches)):
             cut = self._planned(self._batching, 0, more * config.micro_batches).padding.planned.percent
-            said += (
-                f" {more} times as many micro_batches would cut each into parts of like length, {cut:.0f} % padding."
-            )
-        sorted_ = self._planned(
-            replace(self._batching, order="length"), 0, config.micro_batches
-        ).padding.planned.percent
-        return [
-            f"{said} batch_order = 'length' would pad {sorted_:.0f} %; models that began at random learnt to write later so."
-        ]
+            if cut < now - 1:
+                said += f" {more} times as many micro_batches would cut each into parts of like length, {cut:.0f} % padding."
+                break
+        by_length = replace(self._batching, order="length")
+        sorted_ = self._planned(by_length, 0, config.micro_batches).padding.planned.percent
+        later = "; models that began at random learnt to write later so" if self.name in WRITING else ""
+        return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         """What is learnt of an example, and what is only seen."""
