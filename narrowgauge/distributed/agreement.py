@@ -65,7 +65,7 @@ class Agreement:
     """Of one model, or one stage of a pipeline, on this rank.
 
     seed          of the random numbers; equal on all ranks
-    arrange       finds layers and replica for a model, as it is parallelised now
+    arrange       finds layers and replica for a model, as it is parallelised now: arrange(agreement, model, is_running=False)
     layers        those that are converted, and their peers
     weights       of those whose weights travel as codes (weights.WeightGathers), or None
     replica       (number, count) of this rank among those that read other data
@@ -79,7 +79,7 @@ class Agreement:
     """
 
     seed: int
-    arrange: Callable[[Agreement, nn.Module], Topology] | None = None
+    arrange: Callable[..., Topology] | None = None
     layers: dict[QLinear, Peers] = field(default_factory=dict)
     weights: Any = None
     replica: tuple[int, int] = (0, 1)
@@ -146,8 +146,10 @@ class Agreement:
                 each.training = False
             return
         trains = module.training and torch.is_grad_enabled()
+        if self.gradients is not None and trains:
+            self.gradients.refuse_a_second_sum(module)
         if self.layers and trains and self.arrange is not None:  # a framework may have wrapped it since
-            self.arrange(self, module)
+            self.arrange(self, module, is_running=True)
             self.arrange = None
         if self.weights is not None:
             self.weights.before_forward(is_first=not trains or self.micro_batch == 0)
@@ -187,6 +189,8 @@ class Agreement:
         if self.micro_batch:
             self.step, self.micro_batch = self.step + 1, 0
             self._seeds.clear()
+            if self.gradients is not None:
+                self.gradients.is_summed = False
 
     def _agree(self, groups: tuple[dist.ProcessGroup, ...], layers: list[QLinear]) -> None:
         parts = [part for layer in layers for part in _largest(layer)]

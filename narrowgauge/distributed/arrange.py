@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from narrowgauge.distributed.agreement import Agreement, Peers
 from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Numbers, Reduce
 from narrowgauge.distributed.topology import Topology
+from narrowgauge.distributed.torch_private import ddp_around
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
@@ -33,7 +35,9 @@ def arrange(
     wrong = _wrong(model, weights, activations, replicas, is_model=are_stages or isinstance(model, nn.Module))
     agreed, agreements = _agreed_seed(seed, wrong), []
     for module in [each.submod for each in stages] if are_stages else stages:
-        agreement = Agreement(seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights))
+        agreement = Agreement(
+            seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights, is_stage=are_stages)
+        )
         topology = agreement.attach(module)
         refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
         if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
@@ -49,10 +53,15 @@ def arrange(
 
 
 def _arrange(
-    agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: Weights
-) -> Topology:
-    """For the model as it is parallelised now; again in its first forward pass, if a framework wrapped it after `distribute`."""
-    topology = Topology.of(model, replicas)
+    agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: Weights, is_stage: bool,
+    is_running: bool = False,
+) -> Topology:  # fmt: skip
+    """For the model as it is parallelised now; again in its first forward pass, if it was wrapped after `distribute`."""
+    around = ddp_around(model) if is_running else None
+    topology = Topology.of(model if around is None else around, replicas)
+    _refuse_codes(topology, model, weights)
+    if is_running and not is_stage:
+        _warn_of_one_replica(topology, model)
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     for layer, name in layers.items():
         if layer.frozen is not None and isinstance(layer.weight, DTensor):
@@ -80,6 +89,27 @@ def _arrange(
         if topology.fsdp and dist.get_world_size() > 1:
             agreement.tells["weight"] = _gathers_whole
     return topology
+
+
+def _refuse_codes(topology: Topology, model: nn.Module, weights: Weights) -> None:
+    if weights == "codes" and not topology.fsdp and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f'distribute: weights="codes" says how fully_shard gathers, and {type(model).__name__} was not passed to it. Call '
+            "fully_shard first, on this model, or leave weights out."
+        )
+
+
+def _warn_of_one_replica(topology: Topology, model: nn.Module) -> None:
+    """Several ranks train what nothing says they share: their data differ, most likely, and nobody agrees on anything."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several and not topology.replicas and not any(isinstance(each, DTensor) for each in model.parameters()):
+        warnings.warn(
+            f"{dist.get_world_size()} ranks train, and narrowgauge.distribute found neither DistributedDataParallel nor fully_shard nor "
+            f"tensor parallelism around this {type(model).__name__}: each rank stands alone, with the same random numbers as the others. "
+            "Call it after the model was parallelised; where the loop reduces gradients by itself, pass replicas, the group that reads "
+            "other data (torch.distributed.group.WORLD: all ranks).",
+            stacklevel=2,
+        )
 
 
 def _gathers_whole(layer: QLinear) -> str:

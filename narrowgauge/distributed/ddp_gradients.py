@@ -50,7 +50,7 @@ def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | 
     if made.numbers != "16bit":
         _register(model, NarrowHook(made, names, within, across))
     elif made.reduce == "sum":
-        _register(model, lambda bucket: _summed_by_torch(group, bucket))
+        _register(model, lambda bucket: _summed_by_torch(made, group, bucket))
     elif isinstance(model.__dict__.get(HOOK), _Hook):
         _register(model, lambda bucket: allreduce_hook(group, bucket))  # torch's mean
 
@@ -65,6 +65,7 @@ class NarrowHook:
         self.streams: dict[torch.device, torch.Stream] = {}
 
     def __call__(self, bucket: Bucket) -> Future:
+        self.made.is_summed = True
         buffer = bucket.buffer()
         on_cpu = buffer.device.type == "cpu"
         with nullcontext() if on_cpu else self.beside(buffer.device):
@@ -99,7 +100,8 @@ class NarrowHook:
         return Pieces(names, tuple(parameter.numel() for parameter in parameters))
 
 
-def _summed_by_torch(group: dist.ProcessGroup, bucket: Bucket) -> Future:
+def _summed_by_torch(made: Gradients, group: dist.ProcessGroup, bucket: Bucket) -> Future:
+    made.is_summed = True
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 

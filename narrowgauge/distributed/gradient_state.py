@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.distributed import messages, shared_scale
 from narrowgauge.distributed.messages import Link
 from narrowgauge.distributed.shared_scale import Controller, Pieces
-from narrowgauge.errors import CheckpointError
+from narrowgauge.errors import CheckpointError, ConfigError
 
 Numbers = Literal["16bit", "fp8", "fp8-lm"]
 Reduce = Literal["mean", "sum"]
@@ -27,6 +28,7 @@ class Gradients:
     bytes_per_number     what a rank sends per number of a gradient in one reduction; of "16bit" in the dtype of the parameters
     bytes_between_nodes  besides, to other nodes, where `install` was given a mesh of them
     names                of tensors that "fp8-lm" may have a scale for
+    is_summed            a DistributedDataParallel has summed gradients since the last step
     """
 
     numbers: Numbers
@@ -35,6 +37,7 @@ class Gradients:
     bytes_per_number: float = 0.0
     bytes_between_nodes: float = 0.0
     names: tuple[str, ...] = ()
+    is_summed: bool = False
     _links: dict[str, Link] = field(default_factory=dict)
     _controller: Controller = field(default_factory=Controller)
 
@@ -61,6 +64,21 @@ class Gradients:
     def bytes_of_sum(self, parameter: Tensor) -> float:
         """Of a number of a sum on its way to all, and of one between nodes."""
         return float(parameter.element_size()) if self.numbers == "16bit" else messages.BYTES
+
+    def refuse_a_second_sum(self, model: nn.Module) -> None:
+        """Before a forward pass: ConfigError where its backward pass would sum once more what DDP has summed before.
+
+        DDP reduces what a gradient has become, with what an earlier backward pass left in it: of that a mean is what it was, a sum is not.
+        """
+        if self.reduce != "sum" or not self.is_summed or not getattr(model, "require_backward_grad_sync", False):
+            return
+        left = [each.grad for each in model.parameters() if each.grad is not None]
+        self.is_summed = False
+        if left and bool(torch.stack(torch._foreach_norm(left)).any()):
+            raise ConfigError(
+                'distribute: reduce="sum", and a second backward pass in one step would sum the gradients of the first once more. Put all '
+                'micro-batches of a step but the last into model.no_sync(), or empty the gradients, or take reduce="mean".'
+            )
 
     def format_words(self) -> str:
         return {

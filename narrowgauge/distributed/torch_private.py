@@ -7,6 +7,7 @@ parameter_group      of a module of fully_shard: its mesh, and how it reshards a
 gathered_parameters  of a module of fully_shard: what stands in the place of shards while they are gathered
 local_tensor         the tensor that a DTensor holds: hooks of fully_shard are attributes of it, and `to_local` gives another object
 parameters_of_ddp    whose gradients DistributedDataParallel sums
+ddp_around           the DistributedDataParallel in whose forward pass a module runs
 leave_out_of_ddp     buffers that DistributedDataParallel, once built, no longer broadcasts; `..._later` of one that is yet to be built
 is_rehearsal         whether a pipeline's stage runs its module for the shapes of its messages
 """
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.errors import BackendError
 
 __all__ = [
-    "STAGES", "DefaultReduceScatter", "ReduceScatter", "gathered_parameters", "in_backward", "is_rehearsal", "leave_out_of_ddp",
+    "STAGES", "DefaultReduceScatter", "ReduceScatter", "ddp_around", "gathered_parameters", "in_backward", "is_rehearsal", "leave_out_of_ddp",
     "leave_out_of_later_ddp",
     "local_tensor", "parameter_group", "parameters_of_ddp",
 ]  # fmt: skip
@@ -60,6 +61,12 @@ def local_tensor(x: DTensor) -> Tensor:
 
 def parameters_of_ddp(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return list(getattr(ddp, "_module_parameters", ()))
+
+
+def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
+    """None where none is in its forward pass, or where the module is no part of it."""
+    active = DistributedDataParallel._active_ddp_module
+    return active if active is not None and any(each is module for each in active.modules()) else None
 
 
 def leave_out_of_ddp(ddp: DistributedDataParallel, names: Collection[str]) -> None:

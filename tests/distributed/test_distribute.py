@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.errors import CheckpointError, ConfigError
-from tests.distributed.models import build, micro_batch, train
+from tests.distributed.models import build, micro_batch, state, train
 
 
 def _said(gradients):
@@ -178,3 +180,76 @@ def test_learned_steps_that_no_wrapper_sums_are_refused(ranks, kind, wrapper):
     for told in ranks(2)(_unsummed, kind):
         assert told.startswith(f"distribute: {wrapper} does not sum the gradients of the learned steps of '0.up'")
         assert f"Convert the model, then pass all of it to {wrapper}; " in told
+
+
+def _accumulated(numbers, is_silent):
+    """The gradient of two micro-batches of a rank, summed over ranks; what was said where it could not be had."""
+    model = ng.distribute(DistributedDataParallel(build("fp8-current")), reduce="sum", gradients=numbers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for set_to_none in (False, True):
+            for turn in range(2):
+                model.require_backward_grad_sync = not is_silent or turn == 1
+                (model(micro_batch(0, 2 * dist.get_rank() + turn)[0]) ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("numbers", ["16bit", "fp8"])
+def test_sums_that_would_be_summed_again_are_refused(ranks, numbers):
+    """DDP reduces all that a gradient has become: with a mean that is right, with a sum the first micro-batches would count twice."""
+    for said in ranks(2)(_accumulated, numbers, False):
+        assert "would sum the gradients of the first once more" in said and "no_sync" in said
+    assert ranks(2)(_accumulated, numbers, True) == ["", ""]
+
+
+def _in_order(early, recipe):
+    model = build(recipe)
+    if early:
+        ng.distribute(model, seed=3)
+    wrapped = DistributedDataParallel(model)
+    if not early:
+        ng.distribute(wrapped, seed=3)
+    found = train(wrapped, [dist.get_rank()], 3, 2)
+    return found, state(wrapped)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-bs"])
+def test_a_model_that_is_wrapped_after_it_was_distributed_is_found_in_its_wrapper(ranks, recipe):
+    """To the bit what the right order has, and the ranks agree."""
+    early, late = ranks(2)(_in_order, True, recipe), ranks(2)(_in_order, False, recipe)
+    for ours, theirs in zip(early, late, strict=True):
+        assert ours[0] == theirs[0] and all(map(torch.equal, ours[1].values(), theirs[1].values()))
+    assert all(map(torch.equal, early[0][1].values(), early[1][1].values()))
+
+
+def _alone(is_told):
+    model = ng.distribute(build("fp8-delayed"), replicas=dist.group.WORLD if is_told else None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(model, [0], 2, 1)
+    return [str(each.message) for each in said]
+
+
+def test_ranks_that_nothing_joins_are_told_once(ranks):
+    for said in ranks(2)(_alone, False):
+        [words] = said
+        assert "found neither DistributedDataParallel nor fully_shard" in words and "pass replicas" in words
+    assert ranks(2)(_alone, True) == [[], []]
+
+
+def _codes_before_shards():
+    try:
+        ng.distribute(build("fp8-current"), weights="codes")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_codes_of_weights_that_nothing_gathers_are_refused(ranks):
+    for said in ranks(2)(_codes_before_shards):
+        assert "was not passed to it. Call fully_shard first" in said
+    assert ranks(1)(_codes_before_shards) == [""]
