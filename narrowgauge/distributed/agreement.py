@@ -186,7 +186,7 @@ class Agreement:
                 members.setdefault(peers.groups, []).append(layer)
         for groups, layers in members.items():
             self._agree(groups, layers)
-        if self.micro_batch:
+        if self.micro_batch or any(layer in ended for layer in self.layers):  # a rank may have had no micro-batch
             self.step, self.micro_batch = self.step + 1, 0
             self._seeds.clear()
             if self.gradients is not None:

@@ -32,7 +32,7 @@ def arrange(
     """See `distribute`."""
     stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
-    wrong = _wrong(model, weights, activations, replicas, is_model=are_stages or isinstance(model, nn.Module))
+    wrong = _wrong(model, weights, activations, replicas, seed, is_model=are_stages or isinstance(model, nn.Module))
     agreed, agreements = _agreed_seed(seed, wrong), []
     for module in [each.submod for each in stages] if are_stages else stages:
         agreement = Agreement(
@@ -40,7 +40,10 @@ def arrange(
         )
         topology = agreement.attach(module)
         refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
-        if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if alone and not (topology.ddp or topology.fsdp):
+            agreement.gradients = gradient_messages.nothing_travels(gradients, reduce)
+        elif topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
             agreement.gradients = gradient_messages.install(module, gradients=gradients, reduce=reduce, mesh=nodes)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 agreement.tells["gradient"] = agreement.gradients.sends
@@ -129,11 +132,13 @@ def _recipe_words(layer: QLinear) -> str:
     return f"{recipe.name} ({products}, {recipe.save}, {recipe.backward})"
 
 
-def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, is_model: bool) -> str:
+def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool) -> str:
     """What this rank cannot have, a sentence with the next step, or ''."""
     for name, value, known in (("weights", weights, Weights), ("activations", activations, Activations)):
         if value not in get_args(known):
             return f"{name} is {value!r}; choose one of {', '.join(get_args(known))}."
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+        return f"seed is {seed!r}, no whole number from 0 on. Pass one, or None for that of torch's generator."
     if replicas is not None and not dist.is_initialized():
         return "replicas needs a process group. Call torch.distributed.init_process_group first."
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):

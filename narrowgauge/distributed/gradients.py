@@ -59,9 +59,7 @@ def install(
         )
     shape = None if mesh is None else tuple(mesh.mesh.shape)
     refuse_others({"gradients": gradients, "reduce": reduce, "mesh": shape}, *_groups(model))
-    for name, value, known in (("gradients", gradients, Numbers), ("reduce", reduce, Reduce)):
-        if value not in get_args(known):
-            raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
+    _refuse_unknown(gradients, reduce)
     if mesh is not None and mesh.ndim != 2:
         raise ConfigError(
             f"distribute: mesh has {mesh.ndim} axes; give two, (nodes, ranks of a node): init_device_mesh(device, (nodes, ranks))."
@@ -72,6 +70,18 @@ def install(
     else:
         fsdp_gradients.install(model, made, mesh)
     return made
+
+
+def nothing_travels(gradients: Numbers, reduce: Reduce) -> Gradients:
+    """For one process without a wrapper: the run that others are compared with."""
+    _refuse_unknown(gradients, reduce)
+    return Gradients(gradients, reduce)
+
+
+def _refuse_unknown(gradients: Numbers, reduce: Reduce) -> None:
+    for name, value, known in (("gradients", gradients, Numbers), ("reduce", reduce, Reduce)):
+        if value not in get_args(known):
+            raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
 
 
 def _has_shards(model: nn.Module) -> bool:

@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.errors import BackendError
 
 __all__ = [
-    "STAGES", "DefaultReduceScatter", "ReduceScatter", "ddp_around", "gathered_parameters", "in_backward", "is_rehearsal", "leave_out_of_ddp",
+    "STAGES", "DefaultReduceScatter", "ReduceScatter", "ddp_around", "gathered_parameters",
+    "in_backward", "is_rehearsal", "leave_out_of_ddp",
     "leave_out_of_later_ddp",
     "local_tensor", "parameter_group", "parameters_of_ddp",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -53,12 +54,12 @@ def forget(layer: QLinear) -> None:
         _LAYERS.discard(layer)
 
 
-def end_steps(layers: dict[QLinear, str]) -> None:
+def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = None) -> None:
     """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide.
 
-    Before that, what ranks saw of the layers that they share is agreed on.
+    Before that, what ranks saw of the layers that they share is agreed on. held: those whose parameters an optimizer steps; None: all.
     """
-    _warn_of_ranks(layers)
+    _warn_of_ranks(layers if held is None else held)
     agreements = {id(layer.peers.agreement): layer.peers.agreement for layer in layers if layer.peers is not None}
     for agreement in sorted(agreements.values(), key=lambda each: each.number):
         agreement.end_step(layers.keys())
@@ -79,7 +80,7 @@ def end_steps(layers: dict[QLinear, str]) -> None:
     roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
 
 
-def _warn_of_ranks(layers: dict[QLinear, str]) -> None:
+def _warn_of_ranks(layers: Collection[QLinear]) -> None:
     """Once per model: ranks that do not agree on what their layers remember compute different numbers."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
@@ -116,6 +117,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             ended |= {each: name for name, each in model.named_modules() if each in layers}
     ended |= {each: "" for each in alone if each not in ended}
     if ended:
-        end_steps({each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())})
+        names = {each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())}
+        end_steps(names, alone)  # of a model that is cut, other ranks hold the others
     for layer in ended:
         layer.step_ended = True

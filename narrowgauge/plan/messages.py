@@ -38,15 +38,25 @@ def collective(nbytes: float, ranks: int) -> float:
     return way.start * math.log2(ranks) + nbytes * (ranks - 1) / ranks / way.rate
 
 
-def of_step(weights: float, messages: int, *, copies: int, shards: int, micro_batches: int = 1) -> float:
+def of_step(
+    weights: float,
+    messages: int,
+    *,
+    copies: int,
+    shards: int,
+    micro_batches: int = 1,
+    gathered: float = 1.0,
+    reduced: float = 1.0,
+) -> float:
     """Seconds of the messages of one step.
 
     weights   bytes of all weights, whole; their gradients are as large
     messages  into how many they are cut: blocks
     copies    ranks of DistributedDataParallel, which reduce and gather gradients once a step
     shards    ranks of fully_shard, which gather weights twice in each micro-batch and reduce gradients once
+    gathered, reduced  the share of the weights' bytes that travels where codes of weights are gathered and gradients are narrow
     """
     part = weights / messages
-    whole = 2 * collective(weights / shards / messages, copies)
-    sharded = 3 * micro_batches * collective(part, shards)
+    whole = 2 * collective(reduced * weights / shards / messages, copies)
+    sharded = micro_batches * (2 * collective(gathered * part, shards) + collective(reduced * part, shards))
     return messages * (whole + sharded)

@@ -111,7 +111,8 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
             raise
         ranks.first(lambda: _write_report(folder))
         if code:
-            tell(f"Continue: narrowgauge train --resume --output {shlex.quote(config.output)}")
+            several = f"torchrun --nproc-per-node {ranks.world} -m " if ranks.world > 1 else ""
+            tell(f"Continue: {several}narrowgauge train --resume --output {shlex.quote(config.output)}")
     return code
 
 

@@ -166,9 +166,11 @@ class Trainer:
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
-            if (
-                self.ranks.is_first and self.log.path.stat().st_size
-            ):  # it ended before its first checkpoint: what it logged does not count
+            if self.ranks.is_first and self.log.path.stat().st_size:
+                # It ended before its first checkpoint, or that is gone: what it logged does not count.
+                tell(
+                    f"WARNING: {self.folder.checkpoints} holds no checkpoint to resume from: the run begins at its first step."
+                )
                 self.log.write("resume", 0, path="", skipped=[])
             return
         self.take_up(found)

@@ -133,8 +133,6 @@ def test_refusals_are_those_of_every_rank(ranks, per_rank, words):
 def test_without_ranks():
     with pytest.raises(ConfigError, match=r"a list is no nn\.Module and no PipelineStage"):
         ng.distribute([])
-    with pytest.raises(ConfigError, match="neither DistributedDataParallel nor has modules of FSDP2"):
-        ng.distribute(build("bf16"), gradients="fp8")
     with pytest.raises(ConfigError, match="was not distributed"):
         ng.distributed.agreement_of(build("bf16"))
 
@@ -253,3 +251,36 @@ def test_codes_of_weights_that_nothing_gathers_are_refused(ranks):
     for said in ranks(2)(_codes_before_shards):
         assert "was not passed to it. Call fully_shard first" in said
     assert ranks(1)(_codes_before_shards) == [""]
+
+
+def test_one_process_takes_the_settings_of_several():
+    """So that one script is the run and what it is compared with."""
+    model = ng.distribute(build("fp8-current"), reduce="sum", gradients="fp8")
+    assert train(model, [0], 1, 1) and ng.distributed.agreement_of(model).gradients.sent == {}
+    with pytest.raises(ConfigError, match="gradients is 'fp4'"):
+        ng.distribute(build("fp8-current"), gradients="fp4")
+
+
+@pytest.mark.parametrize("seed", [-5, 1.5, True, "x"])
+def test_seeds_are_whole_numbers(seed):
+    with pytest.raises(ConfigError, match=r"seed is .* no whole number from 0 on"):
+        ng.distribute(build("fp8-current"), seed=seed)
+
+
+def _without_a_batch():
+    """Rank 1 has none in the second step, and the loop sums gradients by itself."""
+    model = ng.distribute(build("int4-hq-bs"), replicas=dist.group.WORLD, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if dist.get_rank() == 0 or step != 1:
+            model(micro_batch(step, dist.get_rank())[0]).square().mean().backward()
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            dist.all_reduce(each.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ng.distributed.agreement_of(model).step
+
+
+def test_a_rank_without_a_batch_counts_its_steps(ranks):
+    assert ranks(2)(_without_a_batch) == [3, 3]

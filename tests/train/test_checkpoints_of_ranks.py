@@ -77,7 +77,7 @@ def told(config: Any) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["changed", "missing", "foreign"])
+@pytest.mark.parametrize("harm", ["changed", "missing", "foreign", "no manifest"])
 def test_damaged_shards_are_named_and_all_ranks_take_the_checkpoint_before(ranks, make, harm):
     common = {"recipe": "fp8-delayed", "steps": 6}
     reference = make("reference", micro_batches=2, **common)
@@ -90,12 +90,20 @@ def test_damaged_shards_are_named_and_all_ranks_take_the_checkpoint_before(ranks
         damage(shard)
     elif harm == "missing":
         shard.unlink()
+    elif harm == "no manifest":
+        (last / "manifest.json").unlink()
     else:
         shard.write_bytes((before / shard.name).read_bytes())
     (code, [warned]), second = ranks(2)(told, replace(config, resume=True))
     assert code == 0 and second == (0, [warned])
-    words = {"changed": "was changed", "missing": "has missing or foreign files", "foreign": "of step 4"}[harm]
-    assert "passed over the damaged checkpoint" in warned and shard.name in warned and words in warned
+    words = {
+        "changed": "was changed",
+        "missing": "has missing or foreign files",
+        "foreign": "of step 4",
+        "no manifest": "manifest.json",
+    }[harm]
+    assert "passed over the damaged checkpoint" in warned and words in warned
+    assert harm == "no manifest" or shard.name in warned
     [resumed] = tiny.events(Path(config.output), "resume")
     assert (resumed["step"], resumed["skipped"]) == (4, ["step-00000006"])
     same_run(Path(config.output), Path(reference.output))

@@ -19,9 +19,10 @@ import torch
 from narrowgauge import manifest
 from narrowgauge.diagnose import compare
 from narrowgauge.diagnose.runs import decode, read_metrics, read_run
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.errors import CheckpointError, ConfigError, NarrowgaugeError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
+from narrowgauge.train.checkpoint.state import unusable
 from narrowgauge.train.checkpoint.store import Best
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.metrics import MetricsLog
@@ -289,3 +290,21 @@ def test_the_best_weights_of_another_model_are_not_exported(copied):
         NarrowgaugeError, match=rf"step-0000000{best.step}: its 1 weights are not the \d+ of this model"
     ):
         loop.run(replace(copied, steps=3))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), RuntimeError, "Connection closed"),
+        (
+            ConfigError("AdamW: exp_avg is float32, here int8."),
+            CheckpointError,
+            "does not fit this run: .*--states fp32",
+        ),
+        (ValueError("numpy_key is short"), CheckpointError, "holds a state that no run writes"),
+    ],
+)
+def test_what_a_checkpoint_is_not_to_blame_for_is_told_apart(error, kind, words):
+    """A rank that is lost while it is read, and settings that are others; else a user would remove what is good."""
+    with pytest.raises(kind, match=words), unusable("step-00000002"):
+        raise error

@@ -241,7 +241,7 @@ WRONG = [
     ({"schedule": "Interleaved1F1B", "layers": 4, "micro_batches": 5, "batch_size": 5}, "schedule = 'Interleaved1F1B': Interleaved 1F1B"),
     ({"compile": True}, "compile = true: does not work with parts of layers (tp) or stages (pp)"),
     ({"gradients": "fp8"}, "gradients = 'fp8': ranks that all read the same data send none"),
-    ({"weights": "codes"}, "weights = 'codes': a rank with a copy of the model gathers none"),
+    ({"weights": "codes"}, "weights = 'codes': with parallel = 'pp=2' no weights are gathered"),
     ({"freeze": "embed*,layers.0"}, "nothing of stage 0 of 2 would train"),
     ({"parallel": "fsdp=2", "activations": "fp8"}, "activations = 'fp8': no activations travel so with parallel = 'fsdp=2'"),
 ]  # fmt: skip

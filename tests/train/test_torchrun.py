@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import replace, resolved
 from narrowgauge.train.parallel import followers
-from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.parallel import ranks as ranks_module
+from narrowgauge.train.parallel.ranks import Ranks, restarted, under_torchrun
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.trainer import Trainer
 from tests.processes import PYTHON, ROOT, run
@@ -312,9 +314,45 @@ def test_an_environment_that_torchrun_would_not_set_is_refused(monkeypatch, vari
         joined(monkeypatch, **variables)
 
 
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}])
+def test_a_part_of_what_torchrun_sets_is_refused(monkeypatch, given):
+    """Else each rank would train alone."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=r"WORLD_SIZE = 2 in the environment, without .*MASTER_PORT: torchrun sets them all"
+    ):
+        under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not under_torchrun()
+
+
+def test_a_count_of_restarts_that_is_none_is_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
+    with pytest.raises(ConfigError, match="TORCHELASTIC_RESTART_COUNT = 'x'"):
+        restarted()
+
+
 def test_ranks_that_never_come_are_told_within_the_time_out(monkeypatch):
     with pytest.raises(PeerError, match=r"rank 0 of 2 did not meet the others at 127\.0\.0\.1:0 .* within 1 s"):
         joined(monkeypatch)
+
+
+def test_others_wait_for_the_first_rank_as_long_as_it_lives(monkeypatch):
+    """It works four times as long as the time-out, and then not at all: a rank that is stopped says nothing."""
+    monkeypatch.setattr(ranks_module, "BEAT_S", 0.05)
+    store = dist.HashStore()
+    first, second = (Ranks(rank, 2, store=store, timeout_s=0.5) for rank in range(2))
+    working = threading.Thread(target=lambda: first.first(lambda: time.sleep(2)))
+    working.start()
+    assert second.first(lambda: None) is None
+    working.join()
+    with pytest.raises(PeerError, match=r"rank 0 of 2 did not answer within 0\.5 s \(timeout_s\)"):
+        second.first(lambda: None)
 
 
 # --- under torchrun
@@ -395,7 +433,9 @@ def test_ctrl_c_at_torchrun_saves_and_ends_all(make, text):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         said = process.communicate()[1].decode()
-    assert "interrupted at step" in said and "Continue: narrowgauge train --resume" in said
+    assert (
+        "interrupted at step" in said and "Continue: torchrun --nproc-per-node 2 -m narrowgauge train --resume" in said
+    )
     [checkpoint] = (Path(config.output) / "checkpoints").iterdir()
     assert store.load(checkpoint).step == len(tiny.losses(Path(config.output)))
 

@@ -7,6 +7,7 @@ any number of ranks; `store.load` reads it in one process, and `newest_valid` re
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
     if rank == 0:
         state[FACTS] = facts
     path = folder / f"step-{step:08d}"
+    together(lambda: _clear(path) if rank == 0 else None, process_group)
     ranks.save(state, path, process_group)
     return path
 
@@ -130,6 +132,14 @@ class Best(store.Best):
             lambda: ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {},
             self.process_group,
         )
+
+
+def _clear(path: Path) -> None:
+    """Of the run's own folder what is no checkpoint in the place of one: left of a damaged one that was passed over."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir() and not (path / manifest.NAME).exists():
+        shutil.rmtree(path)
 
 
 def _of_first_rank(path: Path) -> Tensors:

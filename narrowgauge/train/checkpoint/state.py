@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
 from narrowgauge.diagnose.generators import generators, set_generators
+from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
@@ -88,7 +89,15 @@ def unusable(where: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, NarrowgaugeError) as error:
+    except NarrowgaugeError as error:
+        raise CheckpointError(
+            f"{where}: does not fit this run: {str(error).rstrip('.')}. Narrow states of matrices that tp cuts go on with that tp alone: "
+            "resume with the parallel and states that wrote it, or branch with others: --from RUN@STEP --states fp32. If nothing was "
+            "changed, it is damaged: restore it, or remove it to go on from an older one."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        if is_lost(error):
+            raise  # of another rank, and not the checkpoint's fault
         words = f"{type(error).__name__} {error}" if isinstance(error, KeyError | AttributeError) else str(error)
         raise CheckpointError(
             f"{where}: holds a state that no run writes: {words.rstrip('.')}. "

@@ -88,6 +88,11 @@ def names(text: str, key: str) -> bool:
     return _read(text)[0].get(key, 1) != 1
 
 
+def is_open(text: str, key: str) -> bool:
+    """Whether the text leaves the size along `key` to the number of ranks."""
+    return _read(text)[0].get(key) == REST
+
+
 def named(text: str) -> Layout:
     """The sizes for as many ranks as the text names; a key without a number is 1."""
     sizes, has_own_tokens, wrong = _read(text)

@@ -84,7 +84,7 @@ class Pipeline:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.kind, per_rank, self.is_v = SCHEDULES[config.schedule]
         self.count = per_rank * self.ranks
-        self._refuse_settings()
+        refuse(config, self.turns, self.ranks, self.count)
         self.context = partial(precisions.get(config.precision).context, self.device.type)
         self.order = {name: place for place, (name, _) in enumerate(model.named_modules())}
         cut = Cut.of(model, self.count)
@@ -280,18 +280,6 @@ class Pipeline:
         x = torch.empty(positions, self.width, dtype=self.dtype, device="meta")
         return message_like(x) if self.config.activations == "fp8" and self._hops(number) else x
 
-    def _refuse_settings(self) -> None:
-        config = self.config
-        if self.turns < self.count:
-            raise ConfigError(
-                f"micro_batches = {self.turns}: fewer than the {self.count} stages of the pipeline (schedule {config.schedule!r} on "
-                f"{self.ranks} ranks), some of which would always wait. Take --micro-batches {self.count} or more."
-            )
-        if config.task not in ("text", "causal-lm"):
-            raise ConfigError(
-                f"parallel: pp cuts causal language models (tasks text and causal-lm), and this run's task is {config.task!r}. Take fsdp."
-            )
-
     def _refuse_without_parameters(self) -> None:
         own = {
             str(number): any(x.requires_grad for x in module.parameters()) for number, module in self.modules.items()
@@ -301,6 +289,19 @@ class Pipeline:
                 f"freeze = {self.config.freeze!r}: nothing of stage {min(idle)} of {self.count} would train. Freeze less, or take a "
                 "smaller pp."
             )
+
+
+def refuse(config: TrainConfig, turns: int, ranks: int, count: int) -> None:
+    """ConfigError for settings that no pipeline of `count` stages has. turns: micro-batches of a step."""
+    if turns < count:
+        raise ConfigError(
+            f"micro_batches = {turns}: fewer than the {count} stages of the pipeline (schedule {config.schedule!r} on "
+            f"{ranks} ranks), some of which would always wait. Take --micro-batches {count} or more."
+        )
+    if config.task not in ("text", "causal-lm"):
+        raise ConfigError(
+            f"parallel: pp cuts causal language models (tasks text and causal-lm), and this run's task is {config.task!r}. Take fsdp."
+        )
 
 
 def _positions(batch: Batch) -> int:

@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from narrowgauge.diagnose.format_text import plural
+from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.device import chosen_device
@@ -41,9 +43,9 @@ T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 NAMED = re.compile(r"rank \d+: ")  # as errors that all ranks raise alike begin
 REPORT_S = 5.0  # in which ranks that live say so
+BEAT_S = 1.0  # between signs of life of rank 0 while it works alone
 POLL_S = 0.05
 # What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
-BROKEN = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe")
 
 
 class EndedElsewhere(NarrowgaugeError):
@@ -99,13 +101,14 @@ class Ranks:
     # --- decisions
 
     def first(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns on rank 0, which alone does it; None on the others, which wait for it however long it takes."""
+        """What `work` returns on rank 0, which alone does it; None on the others, which wait for it as long as rank 0 lives."""
         if self.world == 1:
             return work()
         self._done += 1
         key = f"first-{self._done}"
         if self.is_first:
-            result = work()
+            with self._beating():
+                result = work()
             self._store.set(key, "done")
             return result
         self._wait(key)
@@ -202,11 +205,44 @@ class Ranks:
     def _failed(self) -> dict[str, Any] | None:
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
 
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Rank 0 tells the others that it lives while it works alone."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(BEAT_S):
+                with contextlib.suppress(RuntimeError):  # the store is gone: rank 0 meets that by itself
+                    self._store.set("pulse", str(time.monotonic()))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def _wait(self, key: str) -> None:
+        """Until rank 0 has set it. Raises PeerError where rank 0 was silent for the time-out, and what another rank failed by."""
+        pulse, since_s = b"", time.monotonic()
         while not self._store.check([key]):
             if failed := self._failed():
                 raise EndedElsewhere(failed["code"])
+            now = self._store.get("pulse") if self._store.check(["pulse"]) else b""
+            if now != pulse:
+                pulse, since_s = now, time.monotonic()
+            elif time.monotonic() - since_s > self.timeout_s:
+                words = f"{self.place}: rank 0 of {self.world} did not answer within {self.timeout_s:g} s (timeout_s). {AGAIN}"
+                if not self._fails(PeerError.exit_code, words):
+                    raise EndedElsewhere(PeerError.exit_code)
+                raise self._told(words)
             time.sleep(POLL_S)
+
+    def _told(self, words: str) -> PeerError:
+        found = PeerError(words)
+        found.told = True
+        return found
 
     def _explained(self, error: RuntimeError) -> NarrowgaugeError:
         """Who is to blame for a collective that broke."""
@@ -237,28 +273,26 @@ class Ranks:
         words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
         if not self._fails(PeerError.exit_code, words):
             return EndedElsewhere(PeerError.exit_code)
-        found = PeerError(words)
-        found.told = True
-        return found
+        return self._told(words)
 
 
 AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
 
 
-def is_lost(error: Exception) -> bool:
-    """Whether a collective broke, because another rank is gone or hangs."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
-    )
-
-
 def under_torchrun() -> bool:
-    return all(name in os.environ for name in VARIABLES)
+    """Raises ConfigError where WORLD_SIZE names several ranks and what says how they meet is missing: each would train alone."""
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing and (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE = {world} in the environment, without {' and '.join(missing)}: torchrun sets them all. Start the run with "
+            "torchrun, or unset WORLD_SIZE to train in one process."
+        )
+    return not missing
 
 
 def restarted() -> bool:
     """Whether torchrun started this rank again after one had failed."""
-    return under_torchrun() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return under_torchrun() and _number("TORCHELASTIC_RESTART_COUNT", "0") > 0
 
 
 def _own_device(device: str, local: int) -> int:

@@ -71,7 +71,7 @@ class Parallel:
     ) -> None:
         """probe: inputs of a micro-batch, the same on all ranks."""
         self.ranks, self.layout = ranks, ranks.layout
-        refuse(config, self.layout, ranks)
+        refuse(config, self.layout)
         mesh = _mesh(self.layout, next(model.parameters()).device.type)
         self.mesh = None if mesh is None else _without_stages(mesh)
         if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
@@ -195,27 +195,33 @@ def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
     Raises ConfigError if they do not divide the batch.
     """
-    copies = ranks.layout.data
+    return replace(config, micro_batches=parts_of(config, ranks.layout))
+
+
+def parts_of(config: TrainConfig, sizes: Layout) -> int:
+    """Micro-batches of a step of all ranks. Raises ConfigError if they do not divide the batch."""
+    copies = sizes.data
     parts = config.micro_batches * copies
     if copies > 1 and not config.token_budget and config.batch_size % parts:
         raise ConfigError(
             f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {copies} ranks with "
             f"micro_batches = {config.micro_batches} each. Change one of them."
         )
-    return replace(config, micro_batches=parts)
+    return parts
 
 
-def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
+def refuse(config: TrainConfig, sizes: Layout) -> None:
     """ConfigError for settings that do not work on these ranks."""
-    if ranks.world == 1:
+    if sizes.world == 1:
         return
     if config.cuda_graph:
         raise ConfigError(
-            f"cuda_graph = true: does not capture the messages of {ranks.world} ranks. Train without --cuda-graph."
+            f"cuda_graph = true: does not capture the messages of {sizes.world} ranks. Train without --cuda-graph."
         )
     if config.weights != "16bit" and sizes.fsdp == 1:
         raise ConfigError(
-            f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave weights out."
+            f"weights = {config.weights!r}: with parallel = {str(sizes)!r} no weights are gathered. Take parallel = 'fsdp', or leave "
+            f"weights out.{_branch(config, 'weights')}"
         )
     if config.compile and config.weights != "16bit":
         raise ConfigError(
@@ -225,7 +231,7 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
     if sizes.pp == 1 and not sizes.sp and config.activations != "16bit":
         raise ConfigError(
             f"activations = {config.activations!r}: no activations travel so with parallel = {str(sizes)!r}. Take pp=2, or tp=2,sp, whose "
-            "ranks send tokens to each other; or leave it out."
+            f"ranks send tokens to each other; or leave it out.{_branch(config, 'activations')}"
         )
     if sizes.pp > 1 and sizes.sp:
         raise ConfigError(
@@ -234,11 +240,12 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
     if config.gradients != "16bit" and sizes.fsdp == 1 and sizes.dp > 1 and sizes.tp * sizes.pp > 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take fsdp in the "
-            "place of dp, or leave gradients out."
+            f"place of dp, or leave gradients out.{_branch(config, 'gradients')}"
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
+            f"{_branch(config, 'gradients')}"
         )
     if sizes.tp * sizes.pp > 1 and config.compile:
         raise ConfigError(
@@ -253,6 +260,13 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out."
         )
+
+
+def _branch(config: TrainConfig, key: str) -> str:
+    """How a run goes on without a setting, which a resumed one has from its folder."""
+    if not config.resume:
+        return ""
+    return f" The run in {config.output!r} was started with it: branch it, with --from {config.output} --{key} 16bit --output NEW."
 
 
 def _sum_within_blocks(model: nn.Module) -> None:

@@ -23,13 +23,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, Se
 
 from narrowgauge.conversion import suspended
 from narrowgauge.distributed.agreement import Agreement
+from narrowgauge.distributed.lost import is_lost
 from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputs
 from narrowgauge.distributed.split_dropout import SplitDropout
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
 from narrowgauge.train.parallel import sequence, tensor_plans
-from narrowgauge.train.parallel.ranks import is_lost
 from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS, PER_HEAD, ROWS, SPLIT_ROWS
 
 HEADS_AXIS = 2  # of what a norm of heads reads: [batch, tokens, heads, width]

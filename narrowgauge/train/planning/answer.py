@@ -12,8 +12,10 @@ from math import isqrt
 from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
+from narrowgauge.distributed.messages import BYTES
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.timing.cards import Card
+from narrowgauge.optim import precision as precisions
 from narrowgauge.plan import messages, roofline
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.room import KEPT_FREE, Room
@@ -75,7 +77,12 @@ class Answers:
         done = {each: times / sizes.fsdp if each.phase == "step" else times for each, times in done.items()}
         weights = sizes.fsdp * max(each.parts.get(("weights", ""), 0) for each in found.moments)
         blocks = max(1, round(weights / found.block_weights)) if found.block_weights else 1
-        sent = messages.of_step(weights, blocks, copies=sizes.dp, shards=sizes.fsdp, micro_batches=parts)
+        number = precisions.get(self.config.precision).weights.itemsize
+        sent = messages.of_step(
+            weights, blocks, copies=sizes.dp, shards=sizes.fsdp, micro_batches=parts,
+            gathered=1.0 if self.config.weights == "16bit" else 1 / number,
+            reduced=1.0 if self.config.gradients == "16bit" else BYTES / number,
+        )  # fmt: skip
         tokens = shape.rows * shape.width * parts * sizes.data
         return roofline.as_dict(roofline.time(done, card), card, tokens, sent)
 

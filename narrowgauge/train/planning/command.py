@@ -6,15 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory import Choice
 from narrowgauge.plan.room import Room
 from narrowgauge.plan.text import rendered
+from narrowgauge.train import stepping
+from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.parallel import pipeline, spread, tensor_plans
 from narrowgauge.train.planning.answer import Answers
 from narrowgauge.train.planning.counts import Counts, silent
 from narrowgauge.train.planning.measured import measured
 from narrowgauge.train.planning.policy import chosen
+from narrowgauge.train.planning.shapes import largest, task_of
+from narrowgauge.train.planning.steps import Source, without_values
 
 
 def answered(
@@ -28,6 +35,7 @@ def answered(
     tell: Callable[[int], None] = silent,
 ) -> dict[str, Any]:
     """The answer in JSON's types, with its `text`. tell: see `Counts`."""
+    _refuse_layout(config)
     room = Room.of(card, memory, config.device)
     counts, why = Counts(room.device, full, tell), ""
     if config.checkpointing == "auto":
@@ -39,6 +47,27 @@ def answered(
         answer["measured"] = measured(config)
     answer["text"] = rendered(answer)
     return answer
+
+
+def _refuse_layout(config: TrainConfig) -> None:
+    """What `narrowgauge train` would refuse on these ranks."""
+    keys = ("dp", "fsdp", "tp", "pp") if config.parallel.strip() else ()
+    if key := next((key for key in keys if parallel_syntax.is_open(config.parallel, key)), ""):
+        raise ConfigError(
+            f"parallel = {config.parallel!r}: says not how many ranks, and a plan has no torchrun to ask. Name the number, as {key}=8."
+        )
+    sizes = parallel_syntax.named(config.parallel)
+    spread.refuse(config, sizes)
+    spread.parts_of(config, sizes)
+    stepping.refuse(config, sizes)
+    if sizes.pp > 1:
+        stages_of_rank = pipeline.SCHEDULES[config.schedule][1]
+        pipeline.refuse(config, config.micro_batches, sizes.pp, sizes.pp * stages_of_rank)
+    if sizes.tp > 1:
+        task, kind = task_of(config)
+        source = Source(config, task, kind, largest(config, task, config.micro_batches * sizes.data))
+        with without_values(), torch.device("meta"):
+            tensor_plans.plan_of(source.model(1), sizes.tp)
 
 
 def _chosen(config: TrainConfig, counts: Counts, room: Room) -> Choice:

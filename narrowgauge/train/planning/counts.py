@@ -108,6 +108,8 @@ def notes_of(source: Source) -> Iterator[str]:
         yield "compiled code decides itself what it keeps; counted is the step without torch.compile, which rarely keeps less"
     if config.cuda_graph:
         yield "CUDA graphs keep what a step works with in a pool of their own, which is counted as if it were given back"
+    if config.weights == "codes":
+        yield "gathered weights are counted in the type of the weights, also where their codes are gathered, which take a byte a number"
     if config.switch:
         yield "counted are the recipes of the first step; a switch widens some later"
 

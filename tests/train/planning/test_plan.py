@@ -229,6 +229,13 @@ def test_refusals(tmp_path, capsys):
     assert main(["plan", "--batch-size=5", "--micro-batches=2"]) == 2
     assert main(["plan", "--parallel=pp=8", "--layers=4", "--micro-batches=8", "--batch-size=8"]) == 2
     assert "4 layers are fewer than 8 stages" in capsys.readouterr().err
+    for layout, words in (
+        ("fsdp", "Name the number, as fsdp=8"), ("tp=3", "num_attention_heads = 4"), ("dp=3", "must be a multiple of 3"),
+        ("pp=2", "fewer than the 2 stages"), ("dp=2 --weights=codes", "no weights are gathered"), ("tp=2 --gradients=fp8", "send none"),
+    ):  # fmt: skip
+        sizes = ["--layers=4", "--heads=4", "--hidden-size=64", "--vocab-size=300"]
+        assert main(["plan", *f"--parallel={layout}".split(), *sizes]) == 2
+        assert words in capsys.readouterr().err
     assert main(["plan", "--picture=x.txt"]) == 2
     assert "end its name in .png" in capsys.readouterr().err
 
