@@ -35,6 +35,7 @@ RECIPES = (
     "bf16/int4", "int4-hq-bs/int4",
 )  # fmt: skip
 STEPS = {"tagging": 120, "numbers": 120, "digits": 240, "answers": 160, "characters": 120, "translation": 240}
+NO_CODES = ("digits", "translation")  # without embeddings, and with positions that are computed
 HIGHER_IS_BETTER = ("digits", "tagging", "answers", "numbers")
 ROWS = 16  # examples of a step
 Batch = dict[str, Any]
@@ -45,7 +46,7 @@ def main() -> None:
     tables = []
     for task in options.tasks:
         settings = {"task": task, "steps": STEPS[task]}
-        names = [name for name in options.recipes if "/" not in name or task != "digits"]  # which has no embedding
+        names = [name for name in options.recipes if "/" not in name or task not in NO_CODES]
         experiment = Experiment(run, names, options.seeds, settings, options.output / task)
         rows = summarize(experiment.results(1), ("score", "processor_s"), options.recipes[0])
         for row in rows:
