@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as planned_load
@@ -107,9 +108,11 @@ def load_opened(
 ) -> None:
     """`load` of a checkpoint that has been verified."""
 
+    foreign = set() if partial else _of_nobody(state_dict, index, process_group)
+
     def fit() -> tuple[state_tree.Flat, dict[str, Any]]:
         flat = state_tree.flatten(state_dict)
-        _refuse_unfit(flat, index, folder, partial)
+        _refuse_unfit(flat, index, folder, foreign)
         return flat, {name: state_tree.decode(index.values[name]) for name in flat.values}
 
     flat, values = together(fit, process_group)
@@ -173,11 +176,20 @@ def _refuse_other_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.")
 
 
-def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, partial: bool) -> None:
+def _of_nobody(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
+    """What no rank reads of a checkpoint: an entry may be one rank's own."""
+    unread = together(lambda: set(index.paths) - set(state_tree.flatten(state_dict).paths), process_group)
+    told: list[Any] = [unread]
+    if (world := rank_and_world(process_group)[1]) > 1:
+        told = [None] * world
+        dist.all_gather_object(told, unread, group=process_group)
+    return set.intersection(*told)
+
+
+def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: set[str]) -> None:
     """Another model, recipe or optimizer; nothing is converted or filled in silently."""
     clauses = [f"it has no {name}" for name in flat.paths if name not in index.paths]
-    if not partial:
-        clauses += [f"{name} is not part of this state" for name in index.paths if name not in flat.paths]
+    clauses += [f"{name} is not part of this state" for name in index.paths if name in foreign]
     for name, tensor in flat.tensors.items():
         stored = index.tensors.get(name)
         if stored is not None:

@@ -613,6 +613,26 @@ def test_ranks_may_hold_different_entries(ranks, tmp_path):
     assert_equal(storage.read(tmp_path / "a"), wanted)
 
 
+def _loaded_stages(folder: Path, has_more: bool) -> tuple[float, int, str]:
+    rank = dist.get_rank()
+    state = {"model": {f"layer{rank}": torch.zeros(2)}, "lr": 0.0, f"of rank {rank}": -1}
+    if not has_more:
+        state.pop(f"of rank {rank}")
+    try:
+        storage.load(state, folder)
+    except CheckpointError as error:
+        return 0.0, 0, str(error)
+    return float(state["model"][f"layer{rank}"].sum()), state[f"of rank {rank}"], ""
+
+
+def test_ranks_load_what_is_their_own(ranks, tmp_path):
+    """What no rank reads is told."""
+    ranks(2)(save_stages, tmp_path / "a")
+    assert ranks(2)(_loaded_stages, tmp_path / "a", True) == [(0.0, 0, ""), (2.0, 1, "")]
+    for _, _, said in ranks(2)(_loaded_stages, tmp_path / "a", False):
+        assert "of rank 0 is not part of this state" in said
+
+
 def loop_of_ones_own(folder: Path, how: str, start: int) -> list[float]:
     """The example of docs/distributed/checkpoints.md: two steps from `start` on, a checkpoint, two more; losses of a step's two halves."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
