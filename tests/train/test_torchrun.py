@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -342,17 +341,48 @@ def test_ranks_that_never_come_are_told_within_the_time_out(monkeypatch):
         joined(monkeypatch)
 
 
+class Clock:
+    """A second for each look."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += 1
+
+
 def test_others_wait_for_the_first_rank_as_long_as_it_lives(monkeypatch):
-    """It works four times as long as the time-out, and then not at all: a rank that is stopped says nothing."""
-    monkeypatch.setattr(ranks_module, "BEAT_S", 0.05)
+    """Ten times the time-out; a rank that is stopped says nothing."""
+    store, clock = dist.HashStore(), Clock()
+    waiting = Ranks(1, 2, store=store, timeout_s=3)
+    real = waiting._failed
+    monkeypatch.setattr(ranks_module, "time", clock)
+
+    def lives():
+        store.set("pulse" if clock.now < 30 else "first-1", str(clock.now))
+        return real()
+
+    monkeypatch.setattr(waiting, "_failed", lives)
+    assert waiting.first(lambda: None) is None and clock.now >= 30
+    monkeypatch.setattr(waiting, "_failed", real)
+    with pytest.raises(PeerError, match=r"rank 0 of 2 did not answer within 3 s \(timeout_s\)"):
+        waiting.first(lambda: None)
+    assert clock.now < 40
+
+
+def test_the_first_rank_shows_that_it_lives_while_it_works_alone(monkeypatch):
+    monkeypatch.setattr(ranks_module, "BEAT_S", 0.01)
     store = dist.HashStore()
-    first, second = (Ranks(rank, 2, store=store, timeout_s=0.5) for rank in range(2))
-    working = threading.Thread(target=lambda: first.first(lambda: time.sleep(2)))
-    working.start()
-    assert second.first(lambda: None) is None
-    working.join()
-    with pytest.raises(PeerError, match=r"rank 0 of 2 did not answer within 0\.5 s \(timeout_s\)"):
-        second.first(lambda: None)
+
+    def work():
+        while not store.check(["pulse"]):
+            time.sleep(0.01)
+
+    Ranks(0, 2, store=store).first(work)
+    assert store.check(["first-1"])
 
 
 # --- under torchrun
