@@ -1,5 +1,7 @@
 """The check of packing finds what leaks: attention that ignores the mask, positions that run on, a convolution."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -123,3 +125,26 @@ def test_variable_length_arrays_without_a_kernel_for_them_are_refused():
             Ignoring(llama(attn_implementation="sdpa"), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")),
             Collator(pad_id=0, attention="varlen"),
         )
+
+
+class InSixteenBits(torch.nn.Module):
+    """Logits in bfloat16: of a packed document 1 + 1/128, of the same alone 3 + 1/64."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        self.config = LlamaConfig(**SIZES)
+        self.packed = 0
+
+    def forward(self, input_ids, **_):
+        self.packed = max(self.packed, input_ids.shape[1])
+        value = 1 + 1 / 128 if input_ids.shape[1] == self.packed else 3 + 1 / 64
+        logits = torch.full((*input_ids.shape, 50), value, dtype=torch.bfloat16)
+        logits[..., 0] = 100
+        return SimpleNamespace(logits=logits)
+
+
+def test_logits_of_16_bits_are_compared_in_float32():
+    """Exact: bfloat16 has no number for the difference of both."""
+    found = check_packing(InSixteenBits(), Collator(pad_id=0, attention="positions"))
+    assert found.alone == pytest.approx((2 + 1 / 128) / 100, rel=1e-6)
