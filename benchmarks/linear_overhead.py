@@ -10,17 +10,19 @@ another file than the one before it; depth, frames of the package above each oth
 forward and backward, after `advance`, so that its weight is cast too. Times are of this process on the CPU, by `benchmarks.harness`, one
 thread; torchao's emulated float8 Linear is timed beside them where it is installed.
 
-With --device cuda: the least processor time of 400 passes, with the threads of autograd, and calls of Python in all files, whoever's. Over
-an empty CUDA runtime, where a driver costs nothing, that is a lower bound of what a GPU would wait for.
+With --device cuda: processor time of a pass with the threads of autograd, the least of each round, recipes in turns, and calls of Python in
+all files, whoever's. Over an empty CUDA runtime, where a driver costs nothing, that is a lower bound of what a GPU would wait for.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -33,7 +35,7 @@ import narrowgauge as ng
 from benchmarks import harness
 
 PACKAGE = str(Path(ng.__file__).parent)
-ROWS, WIDTH, ROUNDS = 32, 64, 60
+ROWS, WIDTH, ROUNDS, GPU_ROUNDS = 32, 64, 60, 60
 
 IMPORTED = """
 import sys
@@ -87,13 +89,26 @@ def process_clock(case: Callable[[], object], calls: int) -> float:
     return (time.process_time() - started_at_s) / calls
 
 
+def least_clock(case: Callable[[], object], calls: int) -> float:
+    """The least processor time of so many single calls: what a neighbour does to the machine only adds to it."""
+    return min(process_clock(case, 1) for _ in range(calls))
+
+
 def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
-    """Rows of the host's time of one Linear on a GPU, nn.Linear first; extra: what a recipe adds, in times of nn.Linear."""
-    rows: list[dict[str, Any]] = []
+    """Rows of the host's time of one Linear on a GPU, nn.Linear first; extra: what a recipe adds, in times of nn.Linear.
+
+    On one core, where there is a way to ask for it: autograd's thread on another one costs its waking up, twice as much at times.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    steps: dict[str, Callable[[], None]] = {}
+    advances: dict[str, Callable[[], None]] = {}
+    calls: dict[str, int] = {}
     for recipe in ("nn.Linear", *recipes):
         model = nn.Sequential(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
         if recipe != "nn.Linear":
             ng.convert(model, recipe)
+            advances[recipe] = partial(ng.advance, model)
         x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
 
@@ -104,14 +119,22 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
 
         for _ in range(4):
             step()
-            ng.advance(model) if recipe != "nn.Linear" else None
+            if recipe in advances:
+                advances[recipe]()
         with torch.autograd.set_multithreading_enabled(False):
-            calls = _calls(step)
-        step_us = min(process_clock(step, 1) for _ in range(400)) * 1e6
-        row = {"recipe": recipe, "host_us": round(step_us, 1), "calls": calls}
-        if rows:
-            row["extra"] = round(step_us / rows[0]["host_us"] - 1, 2)
-            row["advance_us"] = round(min(process_clock(lambda m=model: ng.advance(m), 1) for _ in range(100)) * 1e6, 1)  # type: ignore[misc]
+            calls[recipe] = _calls(step)
+        steps[recipe] = step
+    timings = harness.measure(steps, rounds=GPU_ROUNDS, warmup=8, clock=least_clock)
+    rows: list[dict[str, Any]] = []
+    for recipe, timing in timings.items():
+        row = {"recipe": recipe, "host_us": round(min(timing.samples_s) * 1e6, 1), "calls": calls[recipe]}
+        if recipe in advances:
+            extra = harness.ratio(timing, timings["nn.Linear"])
+            row["extra"], row["quartiles"] = (
+                round(extra.median - 1, 2),
+                [round(each - 1, 2) for each in (extra.q1, extra.q3)],
+            )
+            row["advance_us"] = round(least_clock(advances[recipe], 100) * 1e6, 1)
         rows.append(row)
     return rows
 
