@@ -86,7 +86,8 @@ class AmaxHistory(LayerState):
 
     def lineage(self) -> int | None:
         """Equal for windows with equal numbers, as far as is known; None: not to be known, while a CUDA graph is captured."""
-        history, followed = self.history, self._followed
+        history: Tensor = self._buffers["history"]  # type: ignore[assignment]
+        followed = self._followed
         if self._lineage is None or followed is None or followed[0] is not history or followed[1] != history._version:
             if history.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
@@ -96,9 +97,10 @@ class AmaxHistory(LayerState):
 
     def saw(self, tensor: int) -> None:
         """Its numbers now depend on a tensor, which has this number: equal for windows that see the same one, and never used again."""
-        self._was_seen = True
+        own = self.__dict__  # the table: to set an attribute of a torch module takes three microseconds
+        own["_was_seen"] = True
         if self._lineage is not None:
-            self._lineage = hash((self._lineage, tensor))
+            own["_lineage"] = hash((self._lineage, tensor))
 
     def rolled(self) -> None:
         """A step has ended. Of one in which nobody said what the window saw, only its numbers tell what it holds."""

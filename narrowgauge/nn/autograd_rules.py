@@ -1,4 +1,4 @@
-"""For autograd functions: `no_double_backward`, `asked_for` and `column_sums` in backward, `alias_while_compiling` for a result, `tied`."""
+"""For autograd functions: `no_double_backward`, `asked_for` and `column_sums` in backward, `alias_while_compiling` for a result."""
 
 from __future__ import annotations
 
@@ -68,19 +68,6 @@ def alias_while_compiling(y: Tensor) -> Tensor:
     into, and says nothing: every gradient behind it is zero.
     """
     return y.view(y.shape) if torch.compiler.is_compiling() else y
-
-
-def tied(x: Tensor, to: Tensor) -> Tensor:
-    """x itself; while torch.compile traces, x plus a zero that is computed from `to`, so that the result depends on both.
-
-    The partitioner of torch.compile (torch 2.13) keeps a random number from being drawn again in backward only where forward's
-    result needs it. What backward alone reads it computes in parts on both sides, from two draws: a sample's rows and their numbers
-    were of different rows, and the two operands of a rotated product rotated by different signs, without a word. So a draw of
-    forward is needed by its result, and one of backward needs the gradient.
-    """
-    if not torch.compiler.is_compiling():
-        return x
-    return x + to.reshape(-1)[:1].isnan().sum() * 0.0
 
 
 def column_sums(gy: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,6 @@ themselves are in linear_function.py.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
-from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
+from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Recipe
@@ -38,6 +37,9 @@ _ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
 _NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered")
 PATIENCE = 16  # optimizer steps without `advance` before a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# In eager mode torch's `apply` without its 2 us of looking for transforms, and into what these left behind, in every argument.
+_APPLY: Any = super(torch.autograd.Function, LinearFunction).apply
+_UNWRAPPED: Any = torch._C._functorch.unwrap_if_dead
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -231,8 +233,12 @@ class QLinear(nn.Linear):
         parameters = self._parameters  # a parametrized weight is none of them
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
-        owner, local = x, None
         _check(x, weight, bias)
+        apply: Any = LinearFunction.apply
+        if not compiling:
+            apply, x, weight = _APPLY, _UNWRAPPED(x), _UNWRAPPED(weight)
+            bias = None if bias is None else _UNWRAPPED(bias)
+        owner, local = x, None
         if type(weight).__name__ == "DTensor" or type(x).__name__ == "DTensor":
             from narrowgauge.nn.sharded import Locals
 
@@ -253,7 +259,7 @@ class QLinear(nn.Linear):
                     self.step_ended = False
                 self._expect_advance(weight)
         try:
-            y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context, local))
+            y: Tensor = apply(_rows(x), weight, bias, context, *self._states(x, weight, context, local))
             if x.ndim != 2:
                 y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if local is None else local.wrap(y)
@@ -316,14 +322,9 @@ class QLinear(nn.Linear):
         if weight._version != version:
             self._written = weight._version, count + 1
             if count == PATIENCE:
-                from narrowgauge.nn.linear_state import added, words
+                from narrowgauge.nn.linear_state import warn_of_no_advance
 
-                assert self._recipe is not None
-                warnings.warn(
-                    f"{self._recipe.name}: in {PATIENCE} optimizer steps narrowgauge.advance was not called, so that its "
-                    f"{words(added(self))} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
-                    stacklevel=3,
-                )
+                warn_of_no_advance(self, PATIENCE)
 
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
@@ -349,8 +350,9 @@ class QLinear(nn.Linear):
         self, x: Tensor, weight: Tensor, context: LinearContext, local: Locals | None
     ) -> tuple[Tensor | None, ...]:
         """Its tensors besides weight and bias: amax windows, or steps and the readings of the sampler."""
-        if self._modules.get("scaling") is not None:
-            return self.amax_state("x"), self.amax_state("w"), self.amax_state("gy")
+        if (scaling := self._modules.get("scaling")) is not None:
+            windows: list[Any] = [scaling._modules.get(role) for role in PRODUCTS]
+            return tuple([None if window is None else window._buffers["live"] for window in windows])
         steps, sampling = self.steps, self.sampling
         variance = None if sampling is None or not self.training else sampling.live
         if steps is None:

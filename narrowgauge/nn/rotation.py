@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.recipe import Hadamard
 
 if TYPE_CHECKING:
@@ -33,7 +32,11 @@ class Rotation:
 
         is_random = hadamard.signs == "random"
         signs = draw_signs(hadamard, operand.shape[1], operand.device, stream, product)
-        return cls(hadamard, tied(signs, operand) if is_random and signs is not None else signs, is_random)
+        if is_random and signs is not None:
+            from narrowgauge.nn.tied_draws import tied
+
+            signs = tied(signs, operand)
+        return cls(hadamard, signs, is_random)
 
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:

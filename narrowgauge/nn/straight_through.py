@@ -20,7 +20,7 @@ residual_every more for a learned step. q_w is made again from the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ from torch import Tensor
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.again import Again, Saved
-from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand
 from narrowgauge.nn.rotation import Rotation
+from narrowgauge.nn.tied_draws import tied
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
@@ -41,9 +41,6 @@ from narrowgauge.ops.random import uniform
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -387,6 +387,16 @@ def test_transforms_of_torch_func_are_refused_in_words(recipe: Recipe, transform
     assert_same(torch.func.functional_call(layer, parameters, (x,)), layer(x))  # no transform: calls the layer as it is
 
 
+@pytest.mark.parametrize("recipe", [recipes.FP8_DELAYED, recipes.INT4_HQ_LSS], ids=lambda recipe: recipe.name)
+def test_what_a_transform_left_behind_is_read(recipe: Recipe) -> None:
+    """A tensor of torch.func.grad that outlives it has no memory of its own; torch's own functions look inside, and so does the Linear."""
+    layer, x, left = layer_of(recipe), torch.randn(4, 64), []
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(x)
+    assert torch._C._functorch.is_functorch_wrapped_tensor(left[0])
+    layer.eval()
+    assert_same(layer(left[0]), layer(x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
 def test_torch_jit_trace_is_refused_in_words(recipe: Recipe) -> None:

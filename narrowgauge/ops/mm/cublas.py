@@ -122,12 +122,14 @@ run_block = framed(_block, adds=_on_cuda)
 def _in_blocks(operand: QTensor) -> Scaled:
     """See the module for the orders of scales, as the Triton casts leave them; others are copied, and those that are filled up."""
     scale = operand.scale
+    outer, inner = scale.shape
     if operand.cast.tile == SQUARE:
-        padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().t()
+        padded_to_four = _filled_up(scale, 0, -inner % COLUMNS).contiguous().t()
         return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [BLOCKWISE128X128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    outer_major = _filled_up(scale.t(), 0, codes.shape[0] - scale.shape[0]).contiguous().t()
-    return Scaled(codes, [outer_major], [BLOCKWISE1X128], [])
+    if outer != codes.shape[0] or scale.stride() != (1, outer):  # a view costs the host more than a look at strides
+        scale = _filled_up(scale.t(), 0, codes.shape[0] - outer).contiguous().t()
+    return Scaled(codes, [scale], [BLOCKWISE1X128], [])
 
 
 def _mx(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:

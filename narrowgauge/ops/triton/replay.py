@@ -209,12 +209,14 @@ class Replay:
             return
         stream, knobs = self._stream(self._device.index), self._knobs
         hooked = knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls
-        for start, (run, programs, function, packed), picks in self._launches:
+        for start, (run, settings, takes_tuple, programs), picks in self._launches:
             arguments = [pick(pool) for pick in picks]
             if hooked:  # a profiler that wants each launch described
                 start(*arguments, stream=stream)
+            elif takes_tuple:
+                run(programs, 1, 1, stream, *settings, tuple(arguments))
             else:
-                run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
+                run(programs, 1, 1, stream, *settings, *arguments)
 
     def _prepared(self, launch: Launch, recording: Recording) -> tuple[Callable[..., Any], Any, list[Pick]]:
         """(what starts it, how that starts it, what picks each argument out of the pool)."""
@@ -228,7 +230,7 @@ class Replay:
         named = [options[name] for name in kernel.arg_names[len(arguments) :]]
         picks = [self._pick(each, recording, False) for each in (*arguments, *named)]
         start = compiled[(programs, 1, 1)]  # loads the binary, which the others are of
-        return start, (compiled.run, programs, compiled.function, compiled.packed_metadata), picks
+        return start, (*_starts(compiled), programs), picks
 
     def _pick(self, argument: Any, recording: Recording, typed: bool) -> Pick:
         """typed: the launch looks at types and names. A compiled kernel takes an address from whatever has one."""
@@ -270,6 +272,18 @@ class Replay:
         if whole is None:
             return lambda pool: of_parts(pool[data], pool[scale], cast, inner)
         return lambda pool: of_parts(pool[data], pool[scale], cast, inner, whole(pool))
+
+
+def _starts(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
+    """(what starts a CompiledKernel, what it takes between stream and arguments, whether these are one tuple).
+
+    Triton 3.7's `run` asks for scratch memory and hands on to `run.launch`, which is called here for kernels that want no scratch.
+    """
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    if not hasattr(run, "arg_annotations") or run.global_scratch_size or run.profile_scratch_size:
+        return run, (function, packed, None, None, None), False
+    settings = run.launch_cooperative_grid, run.launch_pdl, packed, None, None, None, None, None
+    return run.launch, (function, *settings, run.arg_annotations, run.kernel_signature), True
 
 
 def _view(x: Tensor, form: Form) -> Tensor:
