@@ -200,7 +200,7 @@ def prepared(task: str, seed: int, rows: int, place: Path, folder: str = "") -> 
     sides = [
         data.prepare_examples(side, columns, tokenizer, cache=place / "cache", limits=limits) for side in (train, held)
     ]
-    return auto.from_pretrained(model), sides[0], sides[1], tokenizer
+    return auto.from_pretrained(model).train(), sides[0], sides[1], tokenizer
 
 
 def _llama(folder: Path) -> Any:
