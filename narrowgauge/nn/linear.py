@@ -103,7 +103,7 @@ class QLinear(nn.Linear):
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.frozen: Any = None  # the weight as codes, if it was frozen as such (nn.frozen.FrozenWeight)
-        self.warned_of_ranks = False
+        self.warned_of_ranks = self.warned_of_eval = False
         self.weight_codes: WeightCodes = "auto"  # see `recasts`
         self.reads_last = False  # whether nobody read its last input after it
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
@@ -322,7 +322,7 @@ class QLinear(nn.Linear):
         if weight._version != version:
             self._written = weight._version, count + 1
             if count == PATIENCE:
-                from narrowgauge.nn.linear_state import warn_of_no_advance
+                from narrowgauge.nn.step_warnings import warn_of_no_advance
 
                 warn_of_no_advance(self, PATIENCE)
 

@@ -34,15 +34,6 @@ def words(names: Iterable[str]) -> str:
     return ", ".join(words for name, words in ADDED.items() if name in modules)
 
 
-def warn_of_no_advance(layer: Any, steps: int) -> None:
-    """After so many optimizer steps in which nothing ended a step of the layer's state."""
-    warnings.warn(
-        f"{layer.recipe.name}: in {steps} optimizer steps narrowgauge.advance was not called, so that its "
-        f"{words(added(layer))} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
-        stacklevel=4,
-    )
-
-
 def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """`_load_from_state_dict` of the layer. inherited: that of nn.Linear. rest: what torch hands on, with missing keys and errors."""
     whole = _take_whole_weight(layer, state_dict, prefix, rest[-1])

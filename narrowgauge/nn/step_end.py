@@ -17,7 +17,6 @@ and nothing else is global.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -59,7 +58,11 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
 
     Before that, what ranks saw of the layers that they share is agreed on. held: those whose parameters an optimizer steps; None: all.
     """
-    _warn_of_ranks(layers if held is None else held)
+    from narrowgauge.nn.step_warnings import warn_of_eval, warn_of_ranks
+
+    warn_of_ranks(layers if held is None else held)
+    if held is not None:
+        warn_of_eval(layers)
     agreements = {id(layer.peers.agreement): layer.peers.agreement for layer in layers if layer.peers is not None}
     for agreement in sorted(agreements.values(), key=lambda each: each.number):
         agreement.end_step(layers.keys())
@@ -78,22 +81,6 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
 
         decide(samplings)
     roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
-
-
-def _warn_of_ranks(layers: Collection[QLinear]) -> None:
-    """Once per model: ranks that do not agree on what their layers remember compute different numbers."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return
-    alone = [each for each in layers if each.peers is None and each.recipe is not None and each.recipe.has_memory]
-    if any(not layer.warned_of_ranks for layer in alone):
-        warnings.warn(
-            f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which "
-            f"differ from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after it was parallelised.",
-            stacklevel=4,
-        )
-    for layer in alone:
-        layer.warned_of_ranks = True
 
 
 @torch.no_grad()

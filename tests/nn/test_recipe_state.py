@@ -220,3 +220,28 @@ def test_evaluation_scales_a_weight_that_was_written_by_itself(written: str, com
         with ng.suspended(model):
             exact = model(x)
     assert (y - exact).norm() < 0.04 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["int4-hq-lss", "fp8-delayed", "fp8-current"])
+def test_training_in_eval_mode_is_told(name: str) -> None:
+    """Windows and learned steps stay as they are there: fp8-delayed would compute what fp8-current does. Frozen layers are left alone."""
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32)), name)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), 1e-3)
+    said = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for mode in (False, False, True):
+                model[0].eval(), model[1].train(mode)
+                model(torch.randn(8, 64)).sum().backward()
+                optimizer.step()
+                ng.advance(model)
+        said += [str(each.message) for each in caught if "eval mode" in str(each.message)]
+    if name == "fp8-current":
+        assert said == []
+        return
+    [words] = said
+    kind = "learned steps" if name.startswith("int4") else "amax windows"
+    assert f"{name}: an optimizer step ended in eval mode, in which the {kind}" in words
+    assert "of 1 of its layers stay as they are. Call model.train() before training" in words
