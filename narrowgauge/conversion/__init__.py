@@ -105,6 +105,8 @@ def convert(
         check_embeddings(model, embeddings)
     if recipe is None:
         for _, quantized in _quantized(model):
+            quantized.refuse(None)
+        for _, quantized in _quantized(model):
             _restore(quantized)
         restore_embeddings(model)
         unfuse(model)
@@ -142,6 +144,9 @@ def convert(
             # bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it.
             as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
             given[name] = None if as_it_is else recipes.get(decision.recipe), "", decision
+    for name, (own, _, _) in given.items():  # before the first one changes
+        if isinstance(layer := linears[name], QLinear):
+            layer.refuse(own)
     for name, (own, reason, made) in given.items():
         layer = linears[name]
         if isinstance(layer, QLinear) or own is not None or made is not None:

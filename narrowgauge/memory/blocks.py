@@ -98,7 +98,13 @@ def find_blocks(
     """
     require_module(model, verb)
     if names is not None:
-        return _named(model, [names] if isinstance(names, str) else list(names), verb)
+        wanted = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else []
+        if not wanted or not all(isinstance(each, str) for each in wanted):
+            raise ConfigError(
+                f"{verb}: blocks = {names!r}; it must be names of modules, or patterns of them, as ['encoder.layer.*']. Leave it out and "
+                "they are found by structure."
+            )
+        return _named(model, wanted, verb)
     found = {
         f"{stack}.{number}".lstrip("."): member
         for stack, members in outermost(model, _is_stack)

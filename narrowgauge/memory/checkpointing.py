@@ -145,7 +145,7 @@ def checkpoint(
             )
         choice = cheapest(peak_bytes, limit_bytes)
         policy, reason = choice.policy, str(choice)
-    parsed = _POLICY.fullmatch(policy)
+    parsed = _POLICY.fullmatch(policy) if isinstance(policy, str) else None
     if not parsed:
         raise ConfigError(
             f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto', "

@@ -179,7 +179,13 @@ def train_only(
 def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]:
     """The parameters that are named. A number of a range that matches nothing is an error as well."""
     require_module(model, verb)
-    texts = [patterns] if isinstance(patterns, str) else patterns
+    texts = (
+        [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else [patterns]
+    )
+    if strange := [each for each in texts if not isinstance(each, str)]:
+        raise ConfigError(
+            f'{verb}: {strange[0]!r} is no pattern. Name parameters or modules, as in "embed*,layers.0-3".'
+        )
     wanted = [pattern.strip() for text in texts for pattern in text.split(",") if pattern.strip()]
     if not wanted:
         raise ConfigError(f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".')

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.memory.loss_options import LossOptions
 from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backward
@@ -81,7 +82,7 @@ def chunked_cross_entropy(
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
-    checks_targets = not checked and not torch.compiler.is_compiling()
+    checks_targets = not checked and not torch.compiler.is_compiling() and holds_numbers(labels)
     if checks_targets:
         if int(count) < labels.numel():
             states, labels = states[valid], labels[valid]

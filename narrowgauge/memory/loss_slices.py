@@ -42,8 +42,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + options.rows)
             z = options.logits(options.operand(hidden[rows]), rhs, bias)
             z = options.capped(z)
-            lse[rows] = torch.logsumexp(z, dim=-1)
-            of_tokens = lse[rows] - z.gather(1, labels[rows, None]).squeeze(1)
+            of_label = z.gather(1, labels[rows, None]).squeeze(1)
+            lse[rows] = _log_sum_exp_(z)
+            of_tokens = lse[rows] - of_label
             if options.z_loss:
                 of_tokens = of_tokens + options.z_loss * lse[rows].square()
             loss += (of_tokens * valid[rows]).sum()
@@ -83,6 +84,13 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             del g  # before that of the next slice is made
         of_hidden = None if grad_hidden is None else grad_hidden.to(options.computes_in).to(hidden.dtype)
         return of_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _log_sum_exp_(z: Tensor) -> Tensor:
+    """torch.logsumexp of each row, to the bit, in z's own memory: torch's takes as much again, which no fake tensor shows."""
+    largest = z.amax(dim=-1)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    return z.sub_(largest[:, None]).exp_().sum(dim=-1).log_().add_(largest)
 
 
 def _slices(vocabulary: int, words: int) -> Iterator[slice]:

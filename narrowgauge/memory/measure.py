@@ -119,9 +119,8 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         stack.enter_context(torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)))
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
         for layer in model.modules():
-            if isinstance(layer, QLinear) and layer.training and not layer.kept_casts():
-                layer.empty_cache(keep=True)  # as from the first `advance` on
-                stack.callback(layer.stop_keeping)
+            if isinstance(layer, QLinear) and layer.training:
+                stack.enter_context(layer.keeping_apart())
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(noting(meter.note))

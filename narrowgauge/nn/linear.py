@@ -7,6 +7,7 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,15 +130,19 @@ class QLinear(nn.Linear):
             raise ConfigError(
                 f"QLinear.recipe is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
             )
+        self.refuse(recipe)
+        self.compute_as(recipe)
+        self.reason, self.decision = "", None
+        with torch.inference_mode(False):  # what inference mode makes cannot be trained later
+            self.renew_state()
+
+    def refuse(self, recipe: Recipe | None) -> None:
+        """Raises ConfigError where it cannot take the recipe."""
         if self.frozen is not None and not self.frozen.serves(recipe):
             raise ConfigError(
                 f"QLinear.recipe: the weight was frozen as codes of recipe {self._recipe and self._recipe.name!r}, which no other recipe "
                 "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to."
             )
-        self.compute_as(recipe)
-        self.reason, self.decision = "", None
-        with torch.inference_mode(False):  # what inference mode makes cannot be trained later
-            self.renew_state()
 
     def compute_as(self, recipe: Recipe | None) -> None:
         """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
@@ -185,6 +190,17 @@ class QLinear(nn.Linear):
     def carried(self) -> Any:
         """Who has the weight as codes while the parameter has no memory; None: the parameter has it."""
         return self.gathered if self.frozen is None else self.frozen
+
+    @contextmanager
+    def keeping_apart(self) -> Iterator[None]:
+        """Casts of its weight that are made inside are kept as from the first `advance` on, and give way to those of before at the end."""
+        before = self._cache
+        if before is None or not before.is_given:
+            self._cache = WeightCache(recasts=self.recasts)
+        try:
+            yield
+        finally:
+            self._cache = before
 
     def stop_keeping(self) -> None:
         """As before the first `empty_cache(keep=True)`: no casts of its weight are kept from call to call."""

@@ -46,6 +46,7 @@ class Stepping(Protocol):
     def hook_group(self, place: int) -> None: ...
     def run(self, closure: Callable[[], Any]) -> Any: ...
     def end_step(self) -> None: ...
+    def clear(self) -> None: ...
 
 
 class Holding(Protocol):
@@ -234,10 +235,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._left_out = LeftOut()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch has it; gradients that are held in FP8 are dropped as well."""
+        """As torch has it; gradients that are held in FP8, and sums of the passes of an unfinished step, are dropped as well."""
         super().zero_grad(set_to_none)
-        if self.holding is not None:
-            self.holding.clear()
+        for each in (self.holding, self.stepping):
+            if each is not None:
+                each.clear()
 
     def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
         """Each parameter, its group, and the number that its noise depends on: of its name, else its place."""

@@ -196,7 +196,11 @@ class HeldGradients:
         held = sum(shards.local(each).numel() for each in self._numbers)
         return f"{self.matrices} matrices of {held:,} parameters hold their gradients in FP8, {self.bytes:,} bytes now."
 
+    @torch.no_grad()
     def remove(self) -> None:
+        """Gives the gradients back to the loop, those that are held now too."""
+        for parameter in list(self._held):
+            self.give_back(parameter)
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -209,7 +213,7 @@ def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None
 
     clip_norm  the step clips by the norm of what is held. `clip_gradients` and torch's clip_grad_norm_ see vectors alone, so do not clip by
                them: give it here
-    Several backward passes before a step are summed. `optimizer.zero_grad()` drops what is held.
+    Several backward passes before a step are summed. `optimizer.zero_grad()` drops what is held; `model.zero_grad()` does not know of it.
     Raises ConfigError where the optimizer is none of narrowgauge's, steps in backward, or has no matrix of 4,096 elements or more.
     """
     if not isinstance(optimizer, NarrowOptimizer):
@@ -226,8 +230,8 @@ def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None
         raise ConfigError(
             f"hold_gradients: this {type(optimizer).__name__} {how}. Call remove() on what the first call returned."
         )
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"hold_gradients: clip_norm = {clip_norm}: must be above 0. Leave it out for no clipping.")
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+        raise ConfigError(f"hold_gradients: clip_norm = {clip_norm!r}: must be above 0. Leave it out for no clipping.")
     holding = HeldGradients(optimizer, clip_norm)
     for place in range(len(optimizer.param_groups)):
         holding.hook_group(place)

@@ -54,13 +54,14 @@ class InBackward:
         # By place, what came so far: passes, group, number, parameter.
         self._waiting: dict[int, tuple[int, int, int, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()  # places
         self.norm: Tensor | None = None
         self._parts = NormInParts()
         self._pass: Literal["none", "measures", "steps"] = "none"  # of two
         self._stepped: set[int] = set()  # places, in the second of them
 
     def hook_group(self, place: int) -> None:
-        """Hooks the parameters of one group that train."""
+        """Hooks the parameters of one group that train and have no hook yet."""
         numbers = {id(parameter): number for parameter, _, number in self._optimizer._numbered()}
         first = sum(len(group["params"]) for group in self._optimizer.param_groups[:place])
         # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would
@@ -80,7 +81,8 @@ class InBackward:
             stepping._came(place, order, number, parameter)
 
         for order, parameter in enumerate(self._optimizer.param_groups[place]["params"], first):
-            if parameter.requires_grad:
+            if parameter.requires_grad and order not in self._hooked:
+                self._hooked.add(order)
                 hook = partial(came, order, numbers[id(parameter)])
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -160,7 +162,12 @@ class InBackward:
         return closure()
 
     def measure(self, closure: Callable[[], Any]) -> Any:
-        """The first of two passes: finds `norm`, changes no parameter and no state. Generators are put back; returns what closure did."""
+        """The first of two passes: finds `norm`, changes no parameter and no state. Generators are put back; returns what closure did.
+
+        Parameters that were unfrozen since take part: left to `optimizer.step()` they would hold both passes' gradients.
+        """
+        for place in range(len(self._optimizer.param_groups)):
+            self.hook_group(place)
         with self._generators_put_back(), self._passing("measures"):
             found = closure()
             self._finish()
@@ -204,7 +211,17 @@ class InBackward:
         if self._clip == "previous":
             self._optimizer.norm_before = torch.where(self.norm.isfinite(), self.norm, 0.0)
 
+    def clear(self) -> None:
+        """Drops the sums of a step whose last pass has not come: its next pass is the first one again."""
+        self._waiting.clear()
+        self._sums.clear()
+
+    @torch.no_grad()
     def remove(self) -> None:
+        """Gives the gradients back to the loop, those of the passes so far too."""
+        for _, _, _, parameter in self._waiting.values():
+            self._sums.give_back(parameter)
+        self._waiting.clear()
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -234,7 +251,8 @@ def in_backward(
     Another backward pass is another step. A converted model whose loop has no `optimizer.step()` needs `advance` after backward. Keep
     the optimizer, or what is returned, as long as the model trains: the model does not hold it, and backward raises ConfigError once it
     is gone. A group that add_param_group brings later steps in backward too. A parameter that does not require a gradient when it comes
-    is left to `optimizer.step()`.
+    is left to `optimizer.step()`, but with "two-pass", which takes what was unfrozen since. `optimizer.zero_grad()` drops the passes of a
+    step whose last one has not come; `model.zero_grad()` does not know of them.
     """
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(
@@ -278,12 +296,12 @@ def _clip_of(norm: float | None, clip: Clip | None, parameter_norm: float | None
         raise ConfigError(
             f"in_backward: clip = {clip!r} without clip_norm, the largest norm. Give it, as clip_norm=1.0."
         )
+    if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+        raise ConfigError(f"in_backward: clip_norm = {norm!r}: must be above 0. Leave it out for no clipping.")
     if norm is not None and clip is None:
         raise ConfigError(
             f"in_backward: clip_norm = {norm}: the norm of the whole gradient is known only after the last layer has "
             'stepped. Choose clip="previous" (by the norm of the step before), clip="two-pass" (a forward and backward pass more), or '
             'clip="parameter" (each by its own norm), or step after backward.'
         )
-    if norm is not None and not norm > 0:
-        raise ConfigError(f"in_backward: clip_norm = {norm}: must be above 0. Leave it out for no clipping.")
     return clip, 0.0 if norm is None else norm

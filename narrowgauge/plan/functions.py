@@ -73,6 +73,12 @@ def plan(
 
     Raises ConfigError for an unknown card, and for a model that looks at values (which module, and by what). Errors: docs/planner.md.
     """
+    for argument, number, least in (("layers", layers, 0), ("micro_batches", micro_batches, 1)):
+        if type(number) is not int or number < least:
+            raise ConfigError(f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.")
+    for argument, words, example in (("card", card, "h100"), ("memory", memory, "24GiB")):
+        if not isinstance(words, str):
+            raise ConfigError(f"plan: {argument} = {words!r}; it must be words such as {example!r}.")
     made = _maker(model, layers)
     room = Room.of(card, memory)
 
@@ -90,7 +96,9 @@ def plan(
                 own.zero_grad()
                 advance(built)
 
-            return Step(built, lambda: loss(built, given), stepped, lambda: _states(own), given, micro_batches)
+            return Step(
+                built, lambda: _one_number(loss(built, given)), stepped, lambda: _states(own), given, micro_batches
+            )
 
         return step
 
@@ -99,7 +107,23 @@ def plan(
     return Plan("the model" if name == "<lambda>" else name, found, room)
 
 
+def _one_number(loss: Any) -> Tensor:
+    """What the loss function returned; ConfigError for what backward() refuses."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        raise ConfigError(
+            f"plan: loss(model, batch) returned {found}, which has no backward(). Return a tensor of one number."
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "plan: the loss depends on nothing that requires a gradient. Unfreeze a part of the model, or compute the loss from its output."
+        )
+    return loss
+
+
 def _maker(model: nn.Module | Callable[..., nn.Module], layers: int) -> Callable[[int], nn.Module]:
+    if not callable(model):
+        raise ConfigError(f"plan: model = {model!r}; it must be a module, or a function that makes one.")
     if isinstance(model, nn.Module):
         if layers:
             raise ConfigError(

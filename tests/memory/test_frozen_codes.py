@@ -202,3 +202,12 @@ def test_copies_are_distributed_before_torch_wraps_them():
         assert_same(copies(x).detach(), y)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", [None, "int8"])
+def test_a_refused_conversion_changes_no_layer(recipe):
+    model = ng.convert(nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), "fp8-current")
+    ng.memory.freeze(model, "1", codes=True)
+    with pytest.raises(ConfigError, match=r"frozen as codes of recipe 'fp8-current'.*thaw"):
+        ng.convert(model, recipe)
+    assert [layer.recipe.name for layer in model] == ["fp8-current"] * 3

@@ -92,3 +92,41 @@ def test_codes_of_weights_count_before_the_first_step_too():
     weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, ng.QLinear) and layer.recipe)
     recast = ng.convert(llama(), "fp8-row", weight_codes="recast")
     assert before - saved_bytes(recast, inputs).total >= weights
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model: ng.memory.checkpoint(model, 3.5), r"no policy 3\.5"),
+        (lambda model: ng.memory.checkpoint(model, "full", blocks=3), "blocks = 3; it must be names of modules"),
+        (lambda model: ng.memory.checkpoint(model, "full", blocks=[]), r"blocks = \[\]; it must be names"),
+        (lambda model: ng.memory.freeze(model, None), "freeze: None is no pattern"),
+        (lambda model: ng.memory.freeze(model, ["model", 3]), "freeze: 3 is no pattern"),
+        (lambda model: ng.memory.compress_activations(model, 5), "cast = 5 and smallest"),
+        (lambda model: ng.memory.compress_activations(model, smallest="a"), "smallest = 'a'"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_in_words(call, words):
+    with pytest.raises(ConfigError, match=words):
+        call(llama())
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
+@pytest.mark.parametrize("place", ["before a step", "between its passes"])
+def test_counting_in_the_middle_of_training_changes_no_number(recipe, place):
+    """The cast of a weight that counting makes is not what the next pass finds: that pass would show its window nothing."""
+    found = []
+    for counts in (False, True):
+        torch.manual_seed(0)
+        model = ng.convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+            for micro in range(2):
+                if counts and step == 3 and micro == (place == "between its passes"):
+                    saved_bytes(model, x)
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.state_dict())
+    assert_same(*found)

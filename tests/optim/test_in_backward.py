@@ -321,3 +321,63 @@ def test_a_pass_too_many_is_refused():
     given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
     with pytest.raises(ConfigError, match=r"another gradient of a parameter of \[2\] after the 2 of its step"):
         given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+def data(seed: int) -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_skipped_pass_is_not_in_the_next_step():
+    """`zero_grad` drops the sums of an unfinished step, and its passes are counted anew."""
+    found = []
+    for skips in (False, True):
+        model = two_layers()
+        optimizer = ng.optim.AdamW(model, lr=1e-2)
+        ng.optim.in_backward(optimizer, accumulation=2)
+        if skips:
+            (model(data(9)) * float("inf")).square().mean().backward()
+            optimizer.zero_grad()
+        for seed in (1, 2):
+            (model(data(seed)).square().mean() / 2).backward()
+        optimizer.step()
+        found.append(model.state_dict())
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_is_held_is_given_back(holds):
+    """`remove` in the middle of a step: the loop's own step then moves every parameter."""
+    model = two_layers()
+    optimizer = ng.optim.AdamW(model, lr=1e-2, weight_decay=0.0)
+    taken = ng.optim.hold_gradients(optimizer) if holds else ng.optim.in_backward(optimizer, accumulation=2)
+    model(data(0)).square().mean().backward()
+    taken.remove()
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert all(not torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_two_passes_take_what_was_unfrozen_since():
+    """To the bit the step of an optimizer that knew all of them; left out, both passes sum in it, and nothing clips it."""
+    found = []
+    for late in (False, True):
+        model = two_layers()
+        model[0].requires_grad_(not late)
+        optimizer = ng.optim.SGD(model.parameters(), lr=1.0, momentum=0.0)
+        ng.optim.in_backward(optimizer, clip_norm=1e-3, clip="two-pass")
+        model.requires_grad_(True)
+        for seed in range(2):
+
+            def closure(model: nn.Module = model, seed: int = seed) -> torch.Tensor:
+                loss = model(data(seed)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        found.append(model.state_dict())
+    assert_same(*found)

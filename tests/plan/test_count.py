@@ -118,6 +118,31 @@ def test_counted_is_what_a_cpu_allocates(recipe, states, checkpointing):
     assert found.peak(found.second)[0] == pytest.approx(allocated(build), rel=1e-3)
 
 
+@pytest.mark.parametrize("slices", [False, True])
+def test_the_loss_in_parts_is_counted(slices):
+    """Where its logits are the peak; within a thousandth."""
+
+    def build() -> Step:
+        torch.manual_seed(0)
+        table, head = nn.Embedding(4096, 32), nn.Linear(32, 4096, bias=False)
+        model = nn.ModuleList([table, head])
+        ids = torch.zeros(4, 256, dtype=torch.int64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def loss() -> torch.Tensor:
+            total, found = ng.memory.chunked_cross_entropy(table(ids), head.weight, ids, slices=slices, checked=True)
+            return total / found
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Step(model, loss, update, list, ids)
+
+    found = count(build, cpu_facts())
+    assert found.peak(found.second)[0] == pytest.approx(allocated(build), rel=1e-3)
+
+
 def test_parts_add_up_and_the_allocator_rounds_them():
     found = count(llama("fp8-current", "8bit"), HOPPER)
     most, parts = found.peak(found.second)

@@ -110,3 +110,43 @@ def test_refusals():
 def test_what_does_not_fit_is_said():
     found = ng.plan(lambda: stack(2, 4096), loss, adamw, torch.zeros(4, 4096), memory="2GiB")
     assert found.fits is False and "It does not fit:" in str(found) and found.allocated > 2 * GIB
+
+
+def test_the_loss_in_chunks_reads_no_targets_there():
+    """As the documentation shows it, without `checked`: fake targets hold nothing to be checked."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+
+    def in_chunks(model: nn.Module, ids: Tensor) -> Tensor:
+        hidden = model.table(ids)
+        total, count = ng.memory.chunked_cross_entropy(hidden[:, :-1], model.head.weight, ids[:, 1:])
+        return total / count
+
+    assert ng.plan(Head, in_chunks, adamw, torch.zeros(2, 16, dtype=torch.long)).allocated > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batches": 0}, "micro_batches = 0; it must be a whole number, 1 or more"),
+        ({"micro_batches": "2"}, "micro_batches = '2'"),
+        ({"layers": -1}, "layers = -1; it must be a whole number, 0 or more"),
+        ({"memory": 24}, "memory = 24; it must be words such as '24GiB'"),
+        ({"card": 24}, "card = 24"),
+        ({"model": None}, "model = None; it must be a module, or a function that makes one"),
+        ({"loss": lambda model, x: model(x)}, r"returned a tensor of \[8, 64\], which has no backward"),
+        ({"loss": lambda model, x: 1.0}, "returned float"),
+        ({"model": lambda: Block(64).requires_grad_(False)}, "requires a gradient"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    given = {
+        "model": lambda: Block(64),
+        "loss": loss,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+    }
+    with pytest.raises(ConfigError, match=words):
+        ng.plan(**{**given, "batch": torch.zeros(8, 64), **options})
