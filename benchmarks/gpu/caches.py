@@ -74,7 +74,15 @@ def pack(folder: Path, file: Path) -> tuple[int, int]:
 
 def unpack(file: Path, folder: Path) -> None:
     with tarfile.open(file, "r:xz") as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(folder, filter="data")
+            return
+        for member in archive.getmembers():  # Python before 3.11.4
+            if not (member.isfile() or member.isdir()) or Path(member.name).is_absolute() or ".." in Path(member.name).parts:
+                raise SystemExit(
+                    f"caches: {file} holds {member.name!r}, which is no file below its folder. Pack it anew."
+                )
+        archive.extractall(folder)
 
 
 def prove(file: Path, command: list[str], gpu: str = "h100") -> tuple[int, set[str]]:

@@ -99,8 +99,8 @@ def compress_activations(
         cast = Cast(format=formats.get(cast), tile=(1, group), scale=POW2)
     if not (cast is None or isinstance(cast, Cast)) or type(smallest) is not int:
         raise ConfigError(
-            f"compress_activations: cast = {cast!r} and smallest = {smallest!r}; they must be a format's name, as 'e4m3', a Cast or None, and "
-            "a number of elements."
+            f"compress_activations: cast = {cast!r} and smallest = {smallest!r}; they must be a format's name, as 'e4m3', a Cast or None, "
+            "and a number of elements."
         )
     if cast is not None and (cast.rounding != "nearest" or cast.calibrate != CURRENT):
         raise ConfigError(

@@ -88,6 +88,11 @@ def note(*tensors: Tensor) -> None:
             heard(tensor)
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """The tensor, for a hook to keep: an operation that saves its own result would hold itself, for ever where no backward runs."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
 def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
     """Bytes that a forward pass of `model` keeps for backward.
 
@@ -112,7 +117,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
 
     def pack(tensor: Tensor) -> Tensor:
         meter.note(tensor)
-        return tensor
+        return apart(tensor)
 
     with ExitStack() as stack:
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}

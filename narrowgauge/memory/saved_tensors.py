@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
-from narrowgauge.memory.measure import note
+from narrowgauge.memory.measure import apart, note
 
 PRODUCTS: frozenset[Any] = frozenset(
     {
@@ -154,18 +154,18 @@ class SavedTensorMode(TorchFunctionMode):
         storage = tensor.untyped_storage()._cdata
         if not self.technique.takes(tensor) or storage in self.kept:
             note(tensor)
-            return tensor
+            return apart(tensor)
         if self.technique.rounds and not self._is_activation(tensor):
             self.kept.add(self._held(tensor))
             note(tensor)
-            return tensor
+            return apart(tensor)
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))
         in_memory = tensor.permute(order)
         if not in_memory.is_contiguous() or (self.technique.rounds and in_memory.shape[-1] < 2):
             # A part of something larger, or statistics.
             note(tensor)
-            return tensor
+            return apart(tensor)
         origin = self.origins.get(storage, storage)
         key = (origin, tensor.storage_offset(), tensor.numel(), in_memory.shape[-1:], tensor.dtype, tensor._version)
         if key not in self.stored:

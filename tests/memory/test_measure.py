@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +133,19 @@ def test_counting_in_the_middle_of_training_changes_no_number(recipe, place):
             optimizer.zero_grad()
         found.append(model.state_dict())
     assert_same(*found)
+
+
+@pytest.mark.parametrize("way", ["counted", "compressed"])
+def test_a_forward_pass_without_backward_holds_nothing(way):
+    """An operation that saves its own result is not to hold itself through a hook."""
+    model, passed = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2)]), []
+    for block in model:
+        block[1].register_forward_hook(lambda module, given, output: passed.append(weakref.ref(output)))
+    x = torch.randn(48, 64)
+    if way == "counted":
+        saved_bytes(model, x)
+    else:
+        ng.memory.compress_activations(model, smallest=10**9)
+        model(x)
+    gc.collect()
+    assert len(passed) == 2 and all(each() is None for each in passed)

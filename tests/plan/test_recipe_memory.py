@@ -10,6 +10,8 @@ from benchmarks import recipe_memory
 from benchmarks.recipe_memory import FROZEN, GIB, LARGE, MODELS, PLAIN, RECIPES, counted, device_for, frozen
 from tests.selection import quick
 
+pytestmark = pytest.mark.timeout(1800)  # a minute where nothing else runs
+
 
 @pytest.mark.parametrize("model", quick([], MODELS))
 def test_no_recipe_needs_more_than_bfloat16(model):
