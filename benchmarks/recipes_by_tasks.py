@@ -66,7 +66,7 @@ def run(recipe: str, seed: int, task: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         model, batches, loss_of, score = TASKS[task](seed, steps, Path(name))
         linears, _, codes = recipe.partition("/")
-        ng.convert(model, linears, embeddings=codes or None)  # type: ignore[arg-type]
+        ng.convert(model, linears, embeddings=codes or None).train()  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2
