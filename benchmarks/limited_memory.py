@@ -2,9 +2,9 @@
 
     python -m benchmarks.limited_memory            two minutes; prints the table at the top of docs/limited-memory.md
 
-Each row has what the rows above it have. Counted with 3 and 4 of 32 layers (`narrowgauge.plan.forecast`), second step, bfloat16
-weights, one sequence; the time is that of the roofline on an H100 (`narrowgauge.plan.roofline`), which leaves out slow kernels. To add a
-technique, add a line to ROAD.
+Each row has what the rows above it have. Counted with 3 and 4 of 32 layers, segments with all (`narrowgauge.plan.forecast`), second
+step, bfloat16 weights, one sequence; the time is that of the roofline on an H100 (`narrowgauge.plan.roofline`), which leaves out slow
+kernels. To add a technique, add a line to ROAD.
 """
 
 from __future__ import annotations

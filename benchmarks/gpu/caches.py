@@ -78,7 +78,11 @@ def unpack(file: Path, folder: Path) -> None:
             archive.extractall(folder, filter="data")
             return
         for member in archive.getmembers():  # Python before 3.11.4
-            if not (member.isfile() or member.isdir()) or Path(member.name).is_absolute() or ".." in Path(member.name).parts:
+            if (
+                not (member.isfile() or member.isdir())
+                or Path(member.name).is_absolute()
+                or ".." in Path(member.name).parts
+            ):
                 raise SystemExit(
                     f"caches: {file} holds {member.name!r}, which is no file below its folder. Pack it anew."
                 )

@@ -21,6 +21,7 @@ gradients before they travel: use FSDP2, or step after backward.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ class InBackward:
         self._parts = NormInParts()
         self._pass: Literal["none", "measures", "steps"] = "none"  # of two
         self._stepped: set[int] = set()  # places, in the second of them
+        # Of a step: how often each parameter stepped, by place; None: somebody was told of more than once.
+        self._times: dict[int, int] | None = {}
 
     def hook_group(self, place: int) -> None:
         """Hooks the parameters of one group that train and have no hook yet."""
@@ -121,6 +124,8 @@ class InBackward:
         elif self.takes_two_passes and not self._scaled(order, parameter):
             parameter.grad = None
             return
+        if self._times is not None:
+            self._times[order] = self._times.get(order, 0) + 1
         group = self._optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
         self._optimizer._step([(parameter, group, number)])
         parameter.grad = None
@@ -205,11 +210,25 @@ class InBackward:
     def end_step(self) -> None:
         """After the last backward pass: what the next step is clipped by. A norm that is not finite says nothing of it, and is not kept."""
         self._finish()
+        self._tell_of_more_than_one()
         if not len(self._parts):
             return
         self.norm, self._parts = self._parts.norm(), NormInParts()
         if self._clip == "previous":
             self._optimizer.norm_before = torch.where(self.norm.isfinite(), self.norm, 0.0)
+
+    def _tell_of_more_than_one(self) -> None:
+        """Once: between two `optimizer.step()` every pass has stepped, where the loop may have wanted their sum."""
+        if self._times is None:
+            return
+        times, self._times = max(self._times.values(), default=0), {}
+        if times > 1:
+            self._times = None
+            warnings.warn(
+                f"in_backward: {times} backward passes came before this optimizer.step(), and each of them has stepped. Give "
+                f"accumulation={times} for one step by their sum; for a step each, call optimizer.step() after every pass.",
+                stacklevel=4,
+            )
 
     def clear(self) -> None:
         """Drops the sums of a step whose last pass has not come: its next pass is the first one again."""

@@ -15,13 +15,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.memory.blocks import find_blocks, forward_of
+from narrowgauge.memory.segments import SegmentMember
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.trace import Recorder, Trace, recording
@@ -56,12 +58,14 @@ class Count:
     blocks  how many the model has
     second  where the second step begins in trace.events
     head_weights  bytes of the weight of an output head that is its own
+    differing  why its blocks do not repeat each other, a clause, or ''
     """
 
     trace: Trace
     blocks: int
     second: int
     head_weights: int = 0
+    differing: str = ""
 
     def peak(self, start: int = 0) -> tuple[int, dict[str, int]]:
         """(bytes, by part) at the largest moment from event `start` on; bytes as asked for, not as an allocator rounds them."""
@@ -112,7 +116,13 @@ def count(build: Callable[[], Step], device: Device) -> Count:
         _one_step(step, recorder)
         second = len(trace.events)
         _one_step(step, recorder)
-        return Count(trace, blocks, second, _head_weights(model))
+        return Count(trace, blocks, second, _head_weights(model), _differing(model))
+
+
+def _differing(model: nn.Module) -> str:
+    runs = [forward.recompute for each in model.modules() if (forward := forward_of(each)) is not None]
+    in_segments = any(isinstance(run, partial) and isinstance(run.args[0], SegmentMember) for run in runs)
+    return "its blocks are computed again in segments" if in_segments else ""
 
 
 def _head_weights(model: Any) -> int:

@@ -108,7 +108,10 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
             moments=tuple(found), counted=words, reserved=found[-1].reserved, reserved_error=RESERVED_ERROR, on_gpu=on_gpu,
             block_weights=_weights(found) // layers if layers else 0, head_weights=counted.head_weights, work=tally(counted),
         )  # fmt: skip
-    counts = [count(build(depth), device) for depth in (FEW, MORE)]
+    counts = [count(build(FEW), device)]
+    if counts[0].differing:
+        return forecast(build, device, layers, counts[0].differing)
+    counts.append(count(build(MORE), device))
     few, more = map(moments, counts)
     try:
         found = extrapolated(few, more, layers)

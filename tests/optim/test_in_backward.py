@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -381,3 +382,17 @@ def test_two_passes_take_what_was_unfrozen_since():
             optimizer.step(closure)
         found.append(model.state_dict())
     assert_same(*found)
+
+
+def test_passes_that_each_stepped_are_told_once():
+    """A loop that sums micro-batches, without `accumulation`; one step for each pass is left alone."""
+    model = two_layers()
+    optimizer = ng.optim.AdamW(model, lr=1e-3)
+    ng.optim.in_backward(optimizer)
+    for passes, told in ((1, False), (2, True), (2, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for seed in range(passes):
+                model(data(seed)).square().mean().backward()
+            optimizer.step()
+        assert [("Give accumulation=2 for one step" in str(each.message)) for each in caught] == [True] * told

@@ -150,3 +150,17 @@ def test_what_makes_no_sense_is_refused(options, words):
     }
     with pytest.raises(ConfigError, match=words):
         ng.plan(**{**given, "batch": torch.zeros(8, 64), **options})
+
+
+def test_blocks_in_segments_are_counted_one_by_one():
+    """Three or four blocks form no segments of eight."""
+
+    def segmented(layers: int) -> nn.Module:
+        model = stack(layers, 256)
+        ng.memory.checkpoint(model, "sqrt")
+        return model
+
+    x = torch.zeros(512, 256)
+    found = ng.plan(segmented, loss, adamw, x, layers=16)
+    assert "all 16 layers: its blocks are computed again in segments" in str(found)
+    assert found.allocated == ng.plan(segmented, loss, adamw, x, layers=16, full=True).allocated

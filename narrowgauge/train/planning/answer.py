@@ -195,6 +195,8 @@ class Answers:
         everything = self._everything()
         least = gib(self.counts.of(everything, replace(shape, rows=1)).allocated)
         needs = f"With all that saves memory, one row still needs {least}."
+        if not self.config.freeze:
+            needs += ' What trains is yours to say, so freezing is not tried: freeze = "embed*,layers.0-7" saves states and gradients.'
         for ranks in (2, 4, 8, 16, 32, 64):
             layout = replace(everything, parallel=f"fsdp={ranks}", batch_size=everything.batch_size * ranks)
             if self._fits(layout):
