@@ -60,7 +60,7 @@ class InBackward:
         self._parts = NormInParts()
         self._pass: Literal["none", "measures", "steps"] = "none"  # of two
         self._stepped: set[int] = set()  # places, in the second of them
-        # Of a step: how often each parameter stepped, by place; None: somebody was told of more than once.
+        # How often each parameter has stepped since `optimizer.step()`, by place; None: it was told of more than once.
         self._times: dict[int, int] | None = {}
 
     def hook_group(self, place: int) -> None:
@@ -225,8 +225,8 @@ class InBackward:
         if times > 1:
             self._times = None
             warnings.warn(
-                f"in_backward: {times} backward passes came before this optimizer.step(), and each of them has stepped. Give "
-                f"accumulation={times} for one step by their sum; for a step each, call optimizer.step() after every pass.",
+                f"in_backward: parameters have stepped {times} times before this optimizer.step(). Give accumulation="
+                f"{times * self.accumulation} for one step by the sum of these passes; for {times} steps call optimizer.step() after each.",
                 stacklevel=4,
             )
 

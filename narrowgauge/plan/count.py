@@ -12,7 +12,6 @@ pass and alive at its end, for backward), head (that, behind the last block: log
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +106,6 @@ def count(build: Callable[[], Step], device: Device) -> Count:
     """Two steps of what `build` makes, on a device of which only the facts are needed. `build` runs under fake tensors."""
     with recording(device) as recorder:
         step = build()
-        gc.collect()  # what was measured to build it, for a budget of checkpointing: Python's own collector is off here
         trace, model = recorder.trace, step.model
         recorder.names.update((module, name) for name, module in model.named_modules())
         recorder.name("weights", [*model.parameters(), *model.buffers()])
@@ -120,6 +118,7 @@ def count(build: Callable[[], Step], device: Device) -> Count:
 
 
 def _differing(model: nn.Module) -> str:
+    """See `Count.differing`."""
     runs = [forward.recompute for each in model.modules() if (forward := forward_of(each)) is not None]
     in_segments = any(isinstance(run, partial) and isinstance(run.args[0], SegmentMember) for run in runs)
     return "its blocks are computed again in segments" if in_segments else ""

@@ -395,4 +395,6 @@ def test_passes_that_each_stepped_are_told_once():
             for seed in range(passes):
                 model(data(seed)).square().mean().backward()
             optimizer.step()
-        assert [("Give accumulation=2 for one step" in str(each.message)) for each in caught] == [True] * told
+        assert [("Give accumulation=2 for one step by the sum" in str(each.message)) for each in caught] == [
+            True
+        ] * told
