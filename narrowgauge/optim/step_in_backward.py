@@ -111,9 +111,20 @@ class InBackward:
     def _whole(self, place: int, order: int, number: int, parameter: Tensor) -> None:
         """A gradient is whole."""
         assert parameter.grad is not None
-        if self._knows_norm and not self.takes_two_passes:
+        if self.takes_two_passes and self._pass == "none":
+            raise ConfigError(
+                'in_backward: clip = "two-pass": a backward pass outside optimizer.step(closure), which is to run it twice. Call '
+                "optimizer.step(closure) with a function that computes the loss, calls backward() and returns the loss."
+            )
+        if self._pass == "steps":
+            self._refuse_second(order in self._stepped, parameter)
+            self._stepped.add(order)
+        elif self._pass == "measures" or self._knows_norm:
             self._refuse_second(order in self._parts, parameter)
             self._parts.add(order, parameter.grad)
+        if self._pass == "measures":
+            parameter.grad = None
+            return
         if self._clip == "parameter":
             clip_gradients([parameter], self._largest)
         elif self._clip == "previous":
@@ -121,32 +132,14 @@ class InBackward:
             if before is not None:
                 norm = torch.maximum(norm, torch.as_tensor(before, dtype=torch.float32, device=norm.device))
             scale_gradients([parameter], self._largest, norm)
-        elif self.takes_two_passes and not self._scaled(order, parameter):
-            parameter.grad = None
-            return
+        elif self.takes_two_passes:
+            assert self.norm is not None
+            scale_gradients([parameter], self._largest, self.norm)
         if self._times is not None:
             self._times[order] = self._times.get(order, 0) + 1
         group = self._optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
         self._optimizer._step([(parameter, group, number)])
         parameter.grad = None
-
-    def _scaled(self, order: int, parameter: Tensor) -> bool:
-        """Of two passes: clips a gradient by the whole one's norm; False where that is still to be found."""
-        assert parameter.grad is not None
-        if self._pass == "steps":
-            assert self.norm is not None
-            self._refuse_second(order in self._stepped, parameter)
-            self._stepped.add(order)
-            scale_gradients([parameter], self._largest, self.norm)
-            return True
-        if self._pass == "none":
-            raise ConfigError(
-                'in_backward: clip = "two-pass": a backward pass outside optimizer.step(closure), which is to run it twice. Call '
-                "optimizer.step(closure) with a function that computes the loss, calls backward() and returns the loss."
-            )
-        self._refuse_second(order in self._parts, parameter)
-        self._parts.add(order, parameter.grad)
-        return False
 
     @property
     def takes_two_passes(self) -> bool:
@@ -167,7 +160,8 @@ class InBackward:
         return closure()
 
     def measure(self, closure: Callable[[], Any]) -> Any:
-        """The first of two passes: finds `norm`, changes no parameter and no state. Generators are put back; returns what closure did.
+        """A pass for `norm` alone, the first of two or one to look at: whatever clips, no parameter steps. Generators are put back; returns
+        what closure did.
 
         Parameters that were unfrozen since take part: left to `optimizer.step()` they would hold both passes' gradients.
         """

@@ -398,3 +398,30 @@ def test_passes_that_each_stepped_are_told_once():
         assert [("Give accumulation=2 for one step by the sum" in str(each.message)) for each in caught] == [
             True
         ] * told
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [None, "previous", "two-pass", "parameter"])
+def test_measuring_changes_no_parameter_and_no_state(clip, accumulation):
+    """Whatever clips the steps: who observes a step by `measure` leaves the next one as it would have been, and nothing to be told."""
+    largest = {None: {}, "parameter": {"clip_parameter_norm": 1.0}}.get(clip, {"clip_norm": 1.0, "clip": clip})
+    found = []
+    for looks in (False, True):
+        model = two_layers()
+        optimizer = ng.optim.AdamW(model, lr=1e-2)
+        inside = ng.optim.in_backward(optimizer, accumulation=accumulation, **largest)
+
+        def closure(model: nn.Module = model) -> None:
+            for seed in range(accumulation):
+                (model(data(seed)).square().mean() / accumulation).backward()
+
+        for step in range(2):
+            if looks and step:
+                before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                inside.measure(closure)
+                assert_same((model.state_dict(), optimizer.state_dict()), before)
+                assert inside.norm is not None and inside.norm > 0
+            inside.run(closure)
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
