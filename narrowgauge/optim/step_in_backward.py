@@ -160,10 +160,10 @@ class InBackward:
         return closure()
 
     def measure(self, closure: Callable[[], Any]) -> Any:
-        """A pass for `norm` alone, the first of two or one to look at: whatever clips, no parameter steps. Generators are put back; returns
-        what closure did.
+        """A pass for `norm` alone, the first of two or one to look at: no parameter steps, whatever clips. Returns what closure did.
 
-        Parameters that were unfrozen since take part: left to `optimizer.step()` they would hold both passes' gradients.
+        Generators are put back. Parameters that were unfrozen since take part: left to `optimizer.step()` they would hold both passes'
+        gradients.
         """
         for place in range(len(self._optimizer.param_groups)):
             self.hook_group(place)
