@@ -1,6 +1,7 @@
 """The largest moment of each phase of a counted run: how much is alive there, by part and kind, and what the allocator holds for it.
 
-A kind says who made what is saved for backward: the module, below its block (`mlp.act_fn`, `self_attn.q_proj`); of other parts it is "".
+A kind says who made what is saved for backward: the module, below its block (`mlp.act_fn`, `self_attn.q_proj`; "(block)" itself); of other
+parts it is "".
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def kind_of(allocation: Allocation) -> Kind:
     part = allocation.part or "transient"
     if part != "saved":
         return part, ""
-    return part, BELOW_BLOCK.sub("", allocation.module) or allocation.module or "(model)"
+    return part, BELOW_BLOCK.sub("", allocation.module) or ("(block)" if allocation.module else "(model)")
 
 
 def _at_work(allocations: list[Allocation], events: list[int]) -> str:

@@ -47,18 +47,22 @@ class Room:
         return cls("a GPU like an H100", 0, 0, hopper)
 
     def fits(self, found: Forecast) -> bool:
-        return found.allocated * (1 + max(found.allocated_error, KEPT_FREE)) <= self.usable
+        return self._spare(found) >= 0
+
+    def _spare(self, found: Forecast) -> int:
+        """Bytes that nothing needs and that are not kept free."""
+        return self.usable - int(found.allocated * (1 + max(found.allocated_error, KEPT_FREE)))
 
     def verdict(self, found: Forecast) -> str:
         if not self.usable:
             return "No card is named."
-        spare = self.usable - found.allocated
         if not self.fits(found):
-            words = f"{gib(-spare)} too much" if spare < 0 else f"only {gib(spare)} would be free"
+            free = self.usable - found.allocated
+            words = f"{gib(-free)} too much" if free < 0 else f"only {gib(free)} would be free"
             return f"It does not fit: {words}."
         if found.reserved > self.usable:
             return f"It fits, tightly: set {EXPANDABLE}, else up to {gib(found.reserved)} may be reserved."
-        return f"It fits, with {gib(spare)} to spare."
+        return f"It fits, with {gib(self._spare(found))} to spare beside {KEPT_FREE:.0%} that is kept free."
 
     def answer(self, found: Forecast) -> dict[str, Any]:
         """The part of an answer that every plan has (`text.rendered`)."""

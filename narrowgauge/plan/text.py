@@ -20,6 +20,7 @@ PART_WORDS = {
     "batch": "batch",
     "transient": "at work",
 }
+PHASE_WORDS = {"head": "logits and loss", "step": "optimizer's step"}
 
 
 def rendered(answer: Mapping[str, Any]) -> str:
@@ -66,8 +67,14 @@ def _sizes(answer: Mapping[str, Any]) -> Iterator[str]:
             ["peak reserved", gib(answer["reserved_bytes"]), f"± {100 * answer['reserved_error']:.0f} %"],
         ]
     )
-    yield f"The peak stands in step {peak['step']}, {peak['phase']}{at}. Counted: {answer['counted']}."
+    yield f"The peak stands in step {peak['step']}, {_phase(peak['phase'])}{at}. Counted: {answer['counted']}."
     yield answer["verdict"]
+
+
+def _phase(name: str) -> str:
+    """ "backward 0", the block's number, in words."""
+    phase, _, block = name.removesuffix(" end").partition(" ")
+    return PHASE_WORDS.get(phase, phase) + (f" of block {block}" if block else "")
 
 
 def _parts(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -103,7 +110,7 @@ def _changes(answer: Mapping[str, Any]) -> Iterator[str]:
     changes = answer.get("changes", [])
     if not changes:
         return
-    yield "What makes it fit, the cheapest first:"
+    yield "What makes it fit, the cheapest first, with lines for the settings file in place of what it says of their keys:"
     for number, each in enumerate(changes, 1):
         yield f"{number}. {gib(each['allocated_bytes'])}: {each['words']}"
         yield from (f"     {line}" for line in each["lines"])
