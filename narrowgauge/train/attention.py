@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 EAGER = "narrowgauge_eager"
 FLOAT32_ATTENTION = "narrowgauge_float32"
 WHOLE_ROWS = "narrowgauge_whole_rows"
+FLOAT32_WHOLE_ROWS = "narrowgauge_float32_whole_rows"
 
 
 def float32_attention(
@@ -36,6 +37,13 @@ def float32_attention(
 
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+# Attention -> the name of the same one for whole rows, and what computes it.
+WITHOUT_MASK = {
+    "sdpa": (WHOLE_ROWS, sdpa_attention_forward),
+    FLOAT32_ATTENTION: (FLOAT32_WHOLE_ROWS, float32_attention),
+}
 
 
 def use_float32_attention(model: Any) -> None:
@@ -89,7 +97,9 @@ def _has_interface(model: Any) -> bool:
 
 
 def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool:
-    """Switches a causal transformers model to PyTorch's attention without a mask, where all batches are like this one: whole rows.
+    """Switches a causal transformers model to its attention without a mask, where all batches are like this one: whole rows.
+
+    PyTorch's, or the one in float32.
 
     Else transformers (5.17 to 5.23, masking_utils) looks in each forward pass whether positions begin anew within a row, for which a
     GPU is waited for. Where it cannot look, while a CUDA graph is captured or torch.compile traces, it makes a mask of all tokens by
@@ -104,8 +114,9 @@ def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool
     masked = "attention_mask" in batch or "position_ids" in batch or "input_ids" not in batch
     if masked or not sees_all or config.is_encoder_decoder or config.get_text_config() is not config:
         return False
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in WITHOUT_MASK:
         return False
-    AttentionInterface.register(WHOLE_ROWS, sdpa_attention_forward)
-    model.set_attn_implementation(WHOLE_ROWS)
+    name, attention = WITHOUT_MASK[config._attn_implementation]
+    AttentionInterface.register(name, attention)
+    model.set_attn_implementation(name)
     return True

@@ -112,9 +112,9 @@ def allocated(build: Callable[[], Step]) -> int:
         ],
     ),
 )
-def test_counted_is_what_a_cpu_allocates(recipe, states, checkpointing):
+def test_counted_is_what_a_cpu_allocates(recipe, states, checkpointing, cpu):
     build = llama(recipe, states, checkpointing)
-    found = count(build, cpu_facts())
+    found = count(build, cpu)
     assert found.peak(found.second)[0] == pytest.approx(allocated(build), rel=1e-3)
 
 

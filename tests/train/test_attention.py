@@ -7,7 +7,12 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, masking_utils
 from transformers import MistralForCausalLM as Mistral
 
-from narrowgauge.train.attention import WHOLE_ROWS, use_attention_of_whole_rows
+from narrowgauge.train.attention import (
+    FLOAT32_WHOLE_ROWS,
+    WHOLE_ROWS,
+    use_attention_of_whole_rows,
+    use_float32_attention,
+)
 from tests.compare import assert_same
 
 SIZES = {
@@ -22,12 +27,16 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["as it is", "float32"])
 @pytest.mark.parametrize("build", [llama, lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))], ids=["llama", "neox"])
-def test_the_numbers_stay_and_positions_are_not_looked_at(monkeypatch, build):
+def test_the_numbers_stay_and_positions_are_not_looked_at(monkeypatch, build, wide):
     """Also where transformers could not look, while a graph is captured, and would make a mask."""
-    model = build().eval()
+    model = build().to(torch.bfloat16).eval()
+    if wide:
+        use_float32_attention(model)
     expected = model(input_ids=IDS, use_cache=False).logits
-    assert use_attention_of_whole_rows(model, BATCH) and model.config._attn_implementation == WHOLE_ROWS
+    assert use_attention_of_whole_rows(model, BATCH)
+    assert model.config._attn_implementation == (FLOAT32_WHOLE_ROWS if wide else WHOLE_ROWS)
 
     def refuse(*call, **options):
         raise AssertionError("a GPU would be waited for")

@@ -40,7 +40,7 @@ class Said:
 
 
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
-def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, settings):
+def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, settings, cpu):
     plain = make("plain", **settings)
     loop.run(plain)
     found, said = [], Said()
@@ -52,7 +52,11 @@ def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, 
     [event] = tiny.events(Path(looked.output), "blame")
     wanted = [SUSPECT] if "layers_recipe" in settings else []
     assert event["step"] == 2 and event["suspects"] == wanted == [each.name for each in found[0].suspects]
-    assert len(event["errors"]) == len(found[0].findings) and len(found[0].findings) in (40, 42)
+    assert len(event["errors"]) == len(found[0].findings)
+    assert sum(each.recipe != "bf16" for each in found[0].findings) in (
+        40,
+        42,
+    )  # a plain CPU's head has one, and is looked at
     assert said.lines == found[0].sentences()
 
 

@@ -106,11 +106,11 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("name", "changes"), quick(RUNS[:1], RUNS), ids=lambda each: each if isinstance(each, str) else ""
 )
-def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path):
-    """Two real steps of the trainer's own parts on a CPU, whose data nobody has."""
+def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path, cpu):
+    """Two real steps of the trainer's own parts on a CPU, with bfloat16 instructions and without, whose data nobody has."""
     made = {key: value(tmp_path / "model") if callable(value) else value for key, value in changes.items()}
     config = settings(**made)
-    planned = second_step(Counts(cpu_facts(), full=True).whole(source(config)))
+    planned = second_step(Counts(cpu, full=True).whole(source(config)))
     real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
     # Of classes a mask is counted, which transformers leaves out where it sees that nothing is padded: 11 KiB of 11 MiB.
     assert planned == pytest.approx(real, rel=2e-3 if made.get("model") and name != "pairs" else 1e-3)
