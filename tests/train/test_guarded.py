@@ -45,7 +45,7 @@ def checks(config):
 
 
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
-def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd):
+def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd, cpu):
     common = {**settings, "steps": 12, "eval_every": 5}
     reference = make("reference", **common)
     config = make("guarded", **common, guard="every=4,steps=3,margin=50%,then=stay")

@@ -57,7 +57,7 @@ def same(config, reference):
 
 
 @pytest.mark.parametrize("settings", quick(RUNS[1:2], RUNS), ids=str)
-def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings):
+def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings, cpu):
     reference, config = make("reference", **settings), make("stretched", **settings)
     assert loop.run(reference) == 0
     found = stretches(3, 3)
@@ -67,7 +67,9 @@ def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings):
     assert wide.begun == 2 and [len(each.steps) for each in found] == [3, 3] and not wide.lost
     own = list(tiny.losses(Path(config.output)).values())[2:5]
     assert wide.losses != own and all(abs(loss - other) < 0.3 for loss, other in zip(wide.losses, own, strict=True))
-    assert control.losses != wide.losses and control.losses == pytest.approx(wide.losses, abs=0.02)
+    assert control.losses == pytest.approx(wide.losses, abs=0.02)
+    # Weights that step in backward are nudged, by units in the last place of float32, of which a model this small may show none.
+    assert control.losses != wide.losses or "step_in_backward" in settings
 
 
 @pytest.mark.parametrize("settings", quick(["bf16"], ["bf16", "fp8-delayed"]))

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from narrowgauge.diagnose.format_text import plural, size
+from narrowgauge.diagnose.guard.refusals import is_narrow
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
@@ -138,7 +139,7 @@ def _hides(optimizer: Any) -> str:
 
 
 def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Of the Linears with a recipe that train, by their layer's name without what wrappers add; each once.
+    """Of the Linears on narrow numbers that train, by their layer's name without what wrappers add; each once.
 
     Not of recipes that learn steps: what lies beyond a step has no gradient there, by design, and BF16 has another function of it.
     """
@@ -146,7 +147,7 @@ def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
     seen = set[int]()
     for name, module in model.named_modules():
         recipe = module.recipe if isinstance(module, QLinear) else None
-        weight = module.weight if recipe is not None and not recipe.steps() else None
+        weight = module.weight if recipe is not None and is_narrow(recipe) and not recipe.steps() else None
         if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:
             seen.add(id(weight))
             found[plain_name(name)] = weight
