@@ -31,7 +31,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train train-2 test test-slow test-ranks test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -50,6 +50,9 @@ test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a
 
 test-slow: $(INSTALLED) ## the tests that `make test` leaves out: whole matrices of casts and GPUs, long runs, benchmarks
 	$(PYTEST) -m "slow and not ranks" $(ARGS)
+
+test-plain-cpu: ## both as on a CPU without bfloat16, VNNI and AVX-512 instructions
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(MAKE) test test-slow
 
 test-ranks: $(INSTALLED) ## what is slow on several ranks: every recipe on every mesh; half an hour
 	$(PYTEST) -m ranks $(ARGS)
