@@ -12,7 +12,6 @@ dp    a copy on each rank; DistributedDataParallel has gradients as views of its
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from narrowgauge.plan.forecast import Forecast
@@ -20,7 +19,6 @@ from narrowgauge.plan.moments import Kind, Moment
 
 # Two ranks of a CPU are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py); on GPUs nothing is measured, and NCCL's buffers are left out.
 ERROR = {"fsdp": 0.05, "tp": 0.05, "pp": 0.20}
-OF_BLOCK = re.compile(r"\.\d+$")
 OWNED = ("weights", "gradients", "states")
 
 
@@ -93,6 +91,6 @@ def _saved(kind: Kind, size: int, tp: int, in_flight: int) -> int:
     part, module = kind
     if part != "saved":
         return size
-    # Below a block: attention, MLP, and the layers in them. What a block itself makes, sums of residuals, has the block's whole name.
-    inner = ("." in module or "attn" in module or "mlp" in module) and not OF_BLOCK.search(module)
+    # Below a block: attention, MLP, and the layers in them; not what a block itself makes, sums of residuals.
+    inner = "." in module or "attn" in module or "mlp" in module
     return size * in_flight // (tp if inner else 1)

@@ -46,8 +46,16 @@ def test_two_ranks_have_the_losses_of_one_process(monkeypatch, case):
     done = run_ok([*launcher, EXAMPLES / script, *options])
     assert f"2 ranks, {kind} of the model" in done.stdout
     assert "narrowgauge.distribute" not in done.stderr  # no warning of ranks that drift
-    found = losses(done.stdout)
-    assert found == of_one_process(script) and len(found) >= 10
+    found, alone = losses(done.stdout), of_one_process(script)
+    assert found.keys() == alone.keys() and len(found) >= 10
+    if (
+        script == "transformers_trainer.py"
+    ):  # which adds up ranks' losses in an order of its own: one unit in the last place
+        assert [float(each) for each in found.values()] == pytest.approx(
+            [float(each) for each in alone.values()], rel=1.2e-7
+        )
+    else:
+        assert found == alone
 
 
 @pytest.mark.slow

@@ -34,13 +34,13 @@ def test_copies_hold_all_gradients_from_step_to_step():
 
 
 def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residuals():
-    saved = {"saved/mlp.up_proj": 8 * MIB, "saved/input_layernorm": 3 * MIB, "saved/model.layers.1": 2 * MIB}
+    saved = {"saved/mlp.up_proj": 8 * MIB, "saved/input_layernorm": 3 * MIB, "saved/(block)": 2 * MIB}
     whole = of(
         moment("head", weights=40 * MIB, **saved), block_weights=8 * MIB, head_weights=4 * MIB
     )  # 4 blocks, the head, and an embedding of the same size
     rank = divided(whole, 4, tp=2)
     assert rank.parts()["weights"] == 40 * MIB - (4 * 8 + 4) * MIB // 2
-    assert rank.saved() == {"mlp.up_proj": 4 * MIB, "input_layernorm": 3 * MIB, "model.layers.1": 2 * MIB}
+    assert rank.saved() == {"mlp.up_proj": 4 * MIB, "input_layernorm": 3 * MIB, "(block)": 2 * MIB}
 
 
 @pytest.mark.slow
@@ -51,6 +51,7 @@ def test_planned_is_what_a_rank_allocates(layout, within, early, tmp_path):
 
     early  what a rank of shards may lack at its peak, where messages arrive before they are waited for
     """
-    config = planned_ranks.settings(tmp_path, layout, **planned_ranks.RUNS["plain"])
-    most = max(planned_ranks.on_ranks(config))  # new processes: what tests before left behind would be freed on the way
-    assert most * (1 - within) < planned_ranks.planned(config) < most * (1 + within + early)
+    runs = [planned_ranks.settings(tmp_path / name, layout, **planned_ranks.RUNS["plain"]) for name in "abc"]
+    # New processes: what tests before left behind would be freed on the way. On busy cores more messages wait, which only adds.
+    most = min(max(planned_ranks.on_ranks(each)) for each in runs)
+    assert most * (1 - within) < planned_ranks.planned(runs[0]) < most * (1 + within + early)

@@ -71,7 +71,9 @@ def assert_near(ranks, make, perturbed, recipe, layout, world, pieces, **changes
     common = {**DEEP, "recipe": recipe, "micro_batches": pieces}
     reference = make("reference", **common)
     assert loop.run(reference) == 0
-    controls = [make(f"control-{seed}", **common) for seed in (1, 2, 3)]
+    # Drifts of random recipes lie in two groups, 0.9 to 1.05 and 1.25 to 1.45 for int4-hq-bs, of which three seeds may see the lower alone.
+    seeds = range(1, 9) if recipe.startswith("int4") else range(1, 4)
+    controls = [make(f"control-{seed}", **common) for seed in seeds]
     for seed, each in enumerate(controls, 1):
         perturbed(each, seed)
     config = make("ranks", parallel=layout, **(common | {"micro_batches": 1} | changes))
