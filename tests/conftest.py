@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +25,8 @@ from tests.distributed.ranks import Ranks
 # The same examples on every run and machine; the time of one example says nothing on shared cores.
 hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
 
+_STDERR = pytest.StashKey[int]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """One thread, so that the order of a sum does not depend on the machine; Ctrl-C as on a terminal.
@@ -33,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("narrowgauge")
     _one_cache_per_configuration()
+    config.stash[_STDERR] = os.dup(sys.__stderr__.fileno())  # type: ignore[union-attr]  # as it is while no test is captured
     # A sentence that a test of the optimizers asks for by name; the others only meet it.
     if shutil.which(compiler_name()) is None:
         config.addinivalue_line("filterwarnings", "ignore:narrowgauge.optim steps in plain torch:RuntimeWarning")
@@ -87,6 +92,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+# Times the limit of a test. pytest-timeout's is a signal, handled between two lines of Python: a deadlock outside of it never ends.
+_HUNG = 1.25
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that hangs where no signal is handled ends its process, with every thread's traceback; xdist starts another and goes on."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(_HUNG * limit_s, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # Without a GPU torch.manual_seed keeps a call, with its traceback, for each kind of device that may come yet: milliseconds of every test.

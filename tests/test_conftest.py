@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,12 +52,38 @@ def test_warning_is_an_error():
 """
 
 
+# Holds the GIL in C, where no handler of a signal can run.
+HANGING = """
+import ctypes, signal, pytest
+
+@pytest.mark.timeout(4)
+def test_hangs():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    ctypes.PyDLL(None).sleep(600)
+
+def test_next():
+    pass
+"""
+
+
+def reported(folder: Path, tests: str, *arguments: str) -> str:
+    file = folder / "test_rules.py"
+    file.write_text(tests, encoding="utf-8")
+    config = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    ended = run([PYTHON, "-m", "pytest", *config, "-rA", *arguments, file.name], cwd=folder)
+    return ended.stdout + ended.stderr
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("rules") / "test_rules.py"
-    file.write_text(TESTS, encoding="utf-8")
-    config = ["-c", ROOT / "pyproject.toml", "--rootdir", file.parent, "-p", "no:cacheprovider", "-p", "tests.conftest"]
-    return run([PYTHON, "-m", "pytest", *config, "-rA", file.name], cwd=file.parent).stdout
+    return reported(tmp_path_factory.mktemp("rules"), TESTS)
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_in_c_is_told_and_the_others_go_on(tmp_path):
+    report = reported(tmp_path, HANGING, "-n", "1")
+    assert "Timeout (0:00:05)!" in report and "in test_hangs" in report
+    assert "FAILED test_rules.py::test_hangs" in report and "PASSED test_rules.py::test_next" in report, report
 
 
 @pytest.mark.parametrize(

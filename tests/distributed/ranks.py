@@ -40,6 +40,7 @@ class Ranks:
     def __init__(self, world: int) -> None:
         self.world = world
         self._members: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the store by which they find each other
         self._calls = 0
 
     def __call__(self, function: Callable[..., Any], *given: Any, **named: Any) -> list[Any]:
@@ -61,7 +62,8 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        store = Path(self._folder.name) / "store"
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, self.world, str(store)), daemon=True)
@@ -101,6 +103,9 @@ class Ranks:
             process.join(PATIENCE_S)
             if process.is_alive():
                 process.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
