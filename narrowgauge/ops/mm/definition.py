@@ -40,7 +40,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import dry_run_on, number, type_of
+from narrowgauge.addresses import type_of
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
@@ -165,19 +165,16 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     (m, k), n = lhs.shape, rhs.shape[0]
     linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _takes_onednn(lhs) else None
     is_small = m >= 16 and n >= 16 and k <= 128 and m * n * k <= 1 << 18
-    # In a count torch.mm allocates the same, and is an operation whose work is known.
-    if linear is None or is_small or 0 in (m, n, k) or dry_run_on() is not None:
+    if linear is None or is_small or 0 in (m, n, k):
         return torch.mm(lhs, rhs.T)
     return linear(lhs, rhs, None, "none", [], "")
 
 
 def _takes_onednn(operand: Tensor) -> bool:
     """Compiled code multiplies in float32 by torch.mm: through an opaque op, Inductor (2.13) gave wrong numbers for padded tiles."""
-    if torch.compiler.is_compiling() or type_of(operand.device) != "cpu":
-        return False
-    # Of a fake tensor no factor can be read; where it is only counted, any will do.
-    is_plain = type(operand) in (Tensor, torch.nn.Parameter) or dry_run_on() is not None
-    return is_plain and device_facts("cpu", None).bf16_gemm
+    is_plain = type(operand) in (Tensor, torch.nn.Parameter)  # of a fake tensor no factor can be read
+    on_cpu = operand.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
 def _loses_nothing(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
@@ -193,7 +190,7 @@ def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale:
     numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
     if numbers:
         factor = numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
-        out = torch.addmm(lhs.new_empty(1), lhs, rhs.T, beta=0, alpha=number(factor))
+        out = torch.addmm(lhs.new_empty(1), lhs, rhs.T, beta=0, alpha=factor.item())
     else:
         out = torch.mm(lhs, rhs.T)
     return times_scales(

@@ -78,10 +78,6 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("o3", {"precision": "bf16-o3", "recipe": "int8", "states": "4bit", "checkpointing": "full"}),
     ("parts", {"precision": "fp32", "recipe": "none", "micro_batches": 2}),
     ("lion", {"precision": "bf16-o3", "optimizer": "lion", "states": "8bit", "checkpointing": "selective"}),
-    (
-        "products at the peak",
-        {"layers": 12, "sequence_length": 512, "loss": "slices", "checkpointing": "sqrt", "compress_activations": True},
-    ),
     ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
     ("codes", {"embedding_codes": "int4", "layers": 3}),
     *((recipe, {"recipe": recipe, "layers": 3}) for recipe in ("mxfp4", "nvfp4", "int4-lsq-luq", "int4-row-sr")),
