@@ -1,4 +1,4 @@
-"""What every test gets: one thread, a seed, `gpu` tests skipped where there is no GPU, and a guard over torch's globals."""
+"""What every test gets: one thread, a seed, an end if it hangs, a guard over torch's globals; and `gpu` tests are skipped without a GPU."""
 
 from __future__ import annotations
 
