@@ -22,7 +22,8 @@ from torch import nn
 
 from narrowgauge.conversion.warned import is_read_by_owner
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.nn.frozen import FrozenWeight, refuse
+from narrowgauge.nn.coded_weight import plain
+from narrowgauge.nn.frozen import FrozenWeight, give_back, refuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import expanded, matches, require_module
 
@@ -114,10 +115,7 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
             f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them."
         )
     for layer in layers:
-        layer.weight.data = layer.frozen.original(layer.weight)
-        del layer.frozen  # a module
-        layer.frozen = None
-        layer.empty_cache()
+        give_back(layer, layer.frozen.original(plain(layer.weight)))
     return len(layers)
 
 
@@ -153,7 +151,7 @@ def _keep_codes(layer: QLinear) -> int:
     layer.empty_cache()
     before = layer.weight.nbytes
     layer.frozen = FrozenWeight(layer)
-    layer.frozen.release(layer.weight)
+    layer.frozen.hold(layer)
     return before - layer.frozen.nbytes
 
 

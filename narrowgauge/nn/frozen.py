@@ -8,19 +8,27 @@ From now on the weight is what its codes decode to. Casting that along the other
 (fp8-row, mxfp8) and 2 to 3 dB of grad_input's weight where they are float32 (int8).
 
 Kept: a byte per weight, or half of one, and scales, of powers of two a byte each (E8M0). Parameter `weight` stays, with its shape and type,
-and reads as NaN: whoever multiplies by it without the layer's codes sees it. In the place of `weight` the state of a layer has the exact
-bytes, `frozen.codes` and `frozen.scale`, and `frozen.words`, those for the cast that made them.
+and decodes for whoever reads it (`coded_weight`). A state dict of the layer has
+
+    weight          the decoded weight in its own dtype, decoded when it is first read: plain torch and transformers load it
+    frozen.codes    the codes, uint8; frozen.scale and frozen.global_scale their scales; frozen.words the cast that made them
+
+A layer that is frozen as codes loads the codes, bit for bit, unless `weight` was changed since: then it casts `weight`.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn import coded_weight
 from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.nn.coded_weight import CodedWeight
 from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
@@ -83,10 +91,15 @@ class FrozenWeight(LayerState):
         self.codes.zero_()
         self.scale.zero_()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As ever; but codes of another cast are refused, which mean other numbers."""
+    def differs_in_words(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Whether a state has codes of another cast, which mean other numbers."""
         given = state_dict.get(f"{prefix}words")
-        if given is not None and given.tolist() != self.words.tolist():
+        return given is not None and bool(given.tolist() != self.words.tolist())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As ever; but codes of another cast are refused."""
+        if self.differs_in_words(state_dict, prefix):
+            given = state_dict[f"{prefix}words"]
             made_by = bytes(given.tolist()).decode()
             rest[-1].append(
                 f"{prefix}codes were made by the cast '{made_by}', recipe {self.recipe.name!r} has '{self.cast}'. Convert to the recipe "
@@ -112,15 +125,50 @@ class FrozenWeight(LayerState):
     def forget(self) -> None:
         """Nothing is made of them that could be forgotten."""
 
-    def release(self, weight: Tensor) -> None:
-        """The weight reads as NaN, and has no memory. ConfigError if it is to train."""
+    def hold(self, layer: QLinear) -> None:
+        """The layer's weight has no memory from now on, and decodes for whoever reads it. ConfigError if it is to train."""
+        weight: Any = layer._parameters["weight"]
+        if type(weight) is CodedWeight:
+            coded_weight.release(weight)
+        self._refuse_training(weight)
+        shape = self.codes.shape[0], self.columns
+        if any(weight.stride()) or weight.shape != shape:
+            weight.data = weight.new_full((1, 1), float("nan")).expand(shape)
+        if type(weight) is nn.Parameter:  # a fake one only counts bytes
+            coded_weight.hold(weight, self, (weakref.ref(layer), give_back))
+
+    def is_held_by(self, layer: QLinear) -> bool:
+        """Whether the layer's weight still is these codes, and not a tensor that replaced it since. Ends the loan of a raw pointer."""
+        weight = layer._parameters.get("weight")
+        if type(weight) is not CodedWeight:
+            return weight is not None and not any(weight.stride())  # fake, or parametrized
+        if weight._lent is not None:
+            weight._lent = None
+        self._refuse_training(weight)
+        return weight._codes is self
+
+    def drop(self, layer: QLinear) -> None:
+        """The layer computes with its weight as it is from now on."""
+        del layer.frozen  # a module
+        layer.frozen = None
+        layer.empty_cache()
+
+    def move(self, layer: QLinear, moving: Callable[[], object]) -> None:
+        """Moves the layer to another device or dtype: the codes stay uint8, and decode in the new dtype."""
+        weight = layer._parameters["weight"]
+        if type(weight) is CodedWeight:
+            coded_weight.release(weight)
+        try:
+            moving()
+        finally:
+            self.hold(layer)
+
+    def _refuse_training(self, weight: Tensor) -> None:
         if weight.requires_grad:
             raise ConfigError(
                 f"A weight {list(weight.shape)} is to train, but was frozen as {self.cast.format} codes. Call narrowgauge.memory.thaw("
                 "model, patterns) first, which gives back what they decode to, and requires_grad_() then."
             )
-        if any(weight.stride()):
-            weight.data = weight.new_full((1, 1), float("nan")).expand(weight.shape)
 
     def lookup(self, operand: Operand) -> Casts:
         """What the product of this pass reads; nothing is kept."""
@@ -153,8 +201,31 @@ class FrozenWeight(LayerState):
         return values if dtype == torch.float16 else values.to(dtype)
 
     def original(self, weight: Tensor) -> Tensor:
-        """For a layer that computes as an ordinary Linear."""
-        return self.decoded(weight.dtype).to(weight.dtype)
+        """The weight that an ordinary Linear would have, in the dtype of this one."""
+        self._refuse_training(weight)
+        return self.decoded(weight.dtype).to(weight.dtype).contiguous()
+
+    def encodes(self, weight: Tensor, state: dict[str, Any], prefix: str) -> bool:
+        """Whether the codes of a state dict decode to this weight, in its dtype; False for codes of another form."""
+        given = {name: state.get(f"{prefix}{name}") for name, _ in self.named_buffers()}
+        for name, own in self.named_buffers():
+            if (found := given[name]) is None or found.shape != own.shape or found.dtype != own.dtype:
+                return False
+        other = FrozenWeight.__new__(FrozenWeight)
+        nn.Module.__init__(other)
+        other.__dict__ |= {name: self.__dict__[name] for name in ("recipe", "cast", "inner", "columns", "rotate")}
+        for name in ("codes", "scale", "global_scale", "words"):
+            other.register_buffer(name, given.get(name))
+        return torch.equal(other.original(weight.new_empty(0)), weight)
+
+
+def give_back(layer: QLinear, whole: Tensor) -> None:
+    """The layer has this 16-bit weight, [out_features, in_features], and no codes any more."""
+    weight = layer._parameters["weight"]
+    if type(weight) is CodedWeight:
+        coded_weight.release(weight)
+    weight.data = whole
+    layer.frozen.drop(layer)
 
 
 def refuse(layer: QLinear) -> str:

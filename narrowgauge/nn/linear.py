@@ -19,6 +19,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
@@ -233,10 +234,14 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        carried, compiling = self.carried, is_compiling()
+        compiling = is_compiling()
+        if self.frozen is not None and not compiling and not self.frozen.is_held_by(self):
+            self.frozen.drop(self)  # somebody gave it another weight
+        carried = self.carried
         if carried is not None:
             if not compiling:
-                carried.release(self.weight)
+                if self.frozen is None:
+                    carried.release(self.weight)
             elif self.is_suspended or not (carried.serves(self._recipe) and carried.joins_graphs):
                 return self._forward_eagerly(x)
         if self._recipe is None or self.is_suspended:
@@ -248,6 +253,8 @@ class QLinear(nn.Linear):
             return suspended_linear(x, original, self.bias)
         parameters = self._parameters  # a parametrized weight is none of them
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
+        if self.frozen is not None:
+            weight = plain(weight)
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
         _check(x, weight, bias)
         apply: Any = LinearFunction.apply
@@ -406,17 +413,18 @@ class QLinear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> QLinear:
         """model.to(...), and all that moves or converts the weight: its casts are made anew."""
-        super()._apply(fn, recurse)
+        if self.frozen is None:
+            super()._apply(fn, recurse)
+        else:
+            self.frozen.move(self, lambda: super(QLinear, self)._apply(fn, recurse))
         self.empty_cache()
-        if self.frozen is not None:
-            self.frozen.release(self.weight)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As ever; a weight that was frozen as codes is in the state as these."""
+        """As ever; a weight that was frozen as codes is decoded when somebody reads it, and its codes are beside it."""
+        if self.frozen is not None and not self.frozen.is_held_by(self):
+            self.frozen.drop(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.frozen is not None:
-            destination.pop(f"{prefix}weight", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         from narrowgauge.nn.linear_state import load
@@ -435,13 +443,20 @@ class QLinear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.frozen is not None:  # a copy of the weight has memory
-            self.frozen.release(self.weight)
+        if self.frozen is not None:
+            self.frozen.hold(self)
         step_end.follow_layer(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False}
+        if self.frozen is not None and not self.frozen.is_held_by(self):
+            self.frozen.drop(self)
+        state = self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False}
+        if self.frozen is not None:  # a Parameter without elements in the place of the codes
+            own = plain(self.weight)
+            empty = nn.Parameter(own.new_empty((0, 0)), requires_grad=own.requires_grad)
+            state["_parameters"] = state["_parameters"] | {"weight": empty}
+        return state
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

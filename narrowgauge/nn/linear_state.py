@@ -68,12 +68,17 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
 
 
 def _take_whole_weight(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> Tensor | None:
-    """Removes a 16-bit weight for a frozen layer, which takes the codes of it, and codes for one that is not frozen, an error."""
+    """Leaves of a weight and its codes what the layer loads, and returns the weight that it removed.
+
+    A layer without codes loads the weight; codes alone are an error. A layer with codes loads codes: those of the state if they decode to
+    the weight beside them, or if there is none, else a cast of the weight.
+    """
     frozen, key = f"{prefix}frozen.", f"{prefix}weight"
+    codes = [each for each in state_dict if each.startswith(frozen)]
     if layer.frozen is None:
-        if taken := [each for each in state_dict if each.startswith(frozen)]:
-            for each in taken:
-                state_dict.pop(each)
+        for each in codes:
+            state_dict.pop(each)
+        if codes and key not in state_dict:
             errors.append(
                 f"{key} was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze(model, patterns, codes=True) before "
                 "loading, or save after narrowgauge.memory.thaw(model)."
@@ -86,7 +91,17 @@ def _take_whole_weight(layer: Any, state_dict: dict[str, Any], prefix: str, erro
         errors.append(
             f"size mismatch for {key}: {list(whole.shape)} in the state, {list(layer.weight.shape)} in the model."
         )
+    elif codes and (
+        layer.frozen.differs_in_words(state_dict, frozen) or layer.frozen.encodes(whole, state_dict, frozen)
+    ):
+        return whole
     else:
         layer.frozen.write(layer, whole.to(layer.weight.device, layer.weight.dtype))
+        if codes:
+            warnings.warn(
+                f"load_state_dict: {key} is not what {frozen}codes beside it decode to, so it was changed since it was saved. It is "
+                "cast anew. Remove the codes from the state if that is what you want, or load both as they were saved.",
+                stacklevel=4,
+            )
     state_dict.update({f"{frozen}{name}": own for name, own in layer.frozen.state_dict().items()})
     return whole

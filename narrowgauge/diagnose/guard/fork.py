@@ -31,6 +31,7 @@ from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.guard.bytes_apart import BytesApart, refuse_room
 from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn import coded_weight
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim.base import NarrowOptimizer
@@ -275,7 +276,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             if isinstance(inner := getattr(tensor, name), Tensor):  # not a mesh
                 yield from _plain(inner)
     else:
-        yield tensor.detach()
+        yield coded_weight.plain(tensor) if isinstance(tensor, coded_weight.CodedWeight) else tensor.detach()
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[tuple[torch.device, int], Tensor]]:

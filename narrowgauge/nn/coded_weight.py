@@ -1,0 +1,226 @@
+"""A frozen Parameter that is stored as codes alone, and decodes for whoever reads it.
+
+    layer.weight.norm(dim=1)        reads what the codes decode to, in the dtype of the Parameter
+    F.linear(x, layer.weight)       the same: PEFT's DoRA, exporters and loggers read weights in this way
+    layer.weight.data += delta      the layer keeps the sum as an ordinary weight from then on, and its codes are dropped
+
+torch calls `__torch_function__` for every operation that has such a Parameter among its operands. Operations that need no numbers
+(shape, dtype, device) answer for the Parameter itself. All others get a decoded copy, [out_features, in_features], which lives as long
+as its reader holds it. An operation that writes to the copy, or to a view of the copy, raises the copy's version. The copy then becomes
+the layer's weight, so that no write is lost.
+
+Two reads hand out memory without a version. Arrays of numpy are read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the
+layer's next forward pass, and a write through it is lost. The storage of the Parameter is the placeholder, so that memory is counted
+as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
+from torch.utils._pytree import tree_map
+
+Function = Callable[..., Any]
+
+# Methods that say something about a Parameter without its numbers. Properties do so too, but for these.
+_NUMBERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"))
+_DESCRIBE = frozenset(
+    (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
+        "is_conj", "is_neg", "_is_zerotensor", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
+        "retain_grad", "__hash__", "__len__", "is_pinned", "is_shared", "is_same_size", "has_names", "_is_view", "is_distributed",
+        "_has_symbolic_sizes_strides", "dim_order", "is_coalesced",
+    )
+)  # fmt: skip
+_LAYOUT = frozenset(("stride", "is_contiguous", "storage_offset"))  # of the decoded tensor, not of the placeholder
+_STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
+_POINTERS = frozenset(("data_ptr", "__dlpack__", "__cuda_array_interface__"))
+
+
+class Codes(Protocol):
+    """The codes of a weight, as `nn.frozen.FrozenWeight` has them."""
+
+    def original(self, weight: Tensor) -> Tensor: ...
+
+
+class CodedWeight(nn.Parameter):
+    """See the module. Made of a Parameter in place (`hold`), so that everything that refers to it keeps doing so.
+
+    _codes   where its numbers are
+    _owner   the layer that takes the decoded copy when somebody writes to it; a weak reference to it and a function
+    _lent    a decoded copy that stays: of an entry of a state dict from its first read on, else while a raw pointer may be in use
+    _stays   whether it is an entry of a state dict
+    """
+
+    _codes: Codes
+    _owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]
+    _lent: Tensor | None = None
+    _stays = False
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """An ordinary Parameter: libraries that move weights build a new one of the class of the old one."""
+        return nn.Parameter(data, requires_grad)
+
+    def decoded(self) -> Tensor:
+        """[out_features, in_features] in the Parameter's dtype, a copy unless one is lent already."""
+        if self._lent is not None:
+            return self._lent
+        placeholder = plain(self)
+        with torch.inference_mode(False), torch.no_grad():
+            found = self._codes.original(placeholder)
+        if self._stays:
+            self._lent = found
+        return found
+
+    def take_over(self, whole: Tensor) -> None:
+        """The layer keeps this instead of the codes, unless it dropped them before."""
+        layer, give_back = self._owner[0](), self._owner[1]
+        if layer is not None and layer.frozen is self._codes:
+            give_back(layer, whole)
+
+    def entry(self) -> CodedWeight:
+        """A second view of the same codes for a state dict, which decodes when it is first read, and stays decoded."""
+        found = hold(nn.Parameter(plain(self).view_as(plain(self)), requires_grad=False), self._codes, self._owner)
+        found._stays = True
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.decoded().clone(), plain(self).requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files hold the decoded tensor, which plain torch loads."""
+        if self._stays:
+            return self.decoded().__reduce_ex__(protocol)
+        return nn.Parameter(self.decoded(), plain(self).requires_grad).__reduce_ex__(protocol)
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _called(func, args, kwargs or {})
+
+
+class LentWeight(Tensor):
+    """A view of a decoded copy. It computes as any tensor does, and reports the first write to its CodedWeight."""
+
+    _weight: CodedWeight
+    _whole: Tensor
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _called(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), plain(self).clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def hold(weight: Tensor, codes: Codes, owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]) -> CodedWeight:
+    """The same Parameter, which decodes from now on."""
+    weight.__class__ = CodedWeight
+    assert isinstance(weight, CodedWeight)
+    weight._codes, weight._owner, weight._lent = codes, owner, None
+    return weight
+
+
+def release(weight: Tensor) -> None:
+    """The same Parameter, ordinary again, with the numbers that its memory has."""
+    weight.__class__ = nn.Parameter
+    for name in ("_codes", "_owner", "_lent", "_stays"):
+        weight.__dict__.pop(name, None)
+
+
+def plain(weight: Tensor) -> Tensor:
+    """The memory behind a CodedWeight (a placeholder of NaN) or a LentWeight, as a tensor without a class of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.as_subclass(Tensor)
+
+
+def _called(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation with a CodedWeight or a LentWeight among its operands."""
+    name, accessor = func.__name__, ""
+    if name in ("__get__", "__set__", "__delete__"):
+        name, accessor = func.__self__.__name__, name  # type: ignore[attr-defined]
+    if name in _DESCRIBE or (accessor and name not in _NUMBERS):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    first = args[0] if args else None
+    if type(first) is CodedWeight:
+        if name in _LAYOUT:
+            return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+        if name == "detach":
+            return first.entry()
+        if name == "data" and accessor == "__set__":
+            first.take_over(_readable(args[1]))
+            return None
+        if name in _STORAGES and not first._stays:
+            return func(plain(first), *args[1:], **kwargs)
+        if name in _POINTERS:
+            first._lent = first.decoded()
+    if type(first) is LentWeight and accessor == "__set__":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(first, *(_readable(each) for each in args[1:]))
+    return _computed(func, args, kwargs)
+
+
+def _readable(value: Any) -> Any:
+    """A value without classes of this module."""
+    if type(value) is CodedWeight:
+        return value.decoded()
+    return plain(value) if type(value) is LentWeight else value
+
+
+def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on decoded copies. Notices what it wrote, and which results are views of a copy."""
+    read: dict[int, tuple[Tensor, CodedWeight, Tensor, Tensor, int]] = {}
+
+    def opened(value: Any) -> Any:
+        if type(value) not in (CodedWeight, LentWeight):
+            return value
+        if id(value) not in read:
+            tensor = _readable(value)
+            source = (value, tensor) if type(value) is CodedWeight else (value._weight, value._whole)
+            read[id(value)] = (value, *source, tensor, tensor._version)
+        return read[id(value)][3]
+
+    args, kwargs = tree_map(opened, args), tree_map(opened, kwargs)
+    found = func(*args, **kwargs)
+    for _, weight, whole, tensor, version in read.values():
+        if tensor._version != version:
+            weight.take_over(whole)
+
+    def closed(value: Any) -> Any:
+        for given, weight, whole, tensor, version in read.values():
+            if value is tensor and (type(given) is LentWeight or tensor._version != version):
+                return given
+            if isinstance(value, Tensor) and type(value) is Tensor and _same_memory(value, whole):
+                lent = value.as_subclass(LentWeight)
+                lent._weight, lent._whole = weight, whole
+                return lent
+            if type(value).__module__ == "numpy" and hasattr(value, "setflags"):
+                value.setflags(write=False)
+        return value
+
+    return tree_map(closed, found)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.layout == other.layout == torch.strided
+        and one.device == other.device
+        and one.device.type != "meta"
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )
