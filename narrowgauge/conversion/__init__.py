@@ -258,7 +258,8 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         for layer, was in zip(layers, before, strict=True):
-            layer.is_suspended = was
+            # Past torch's `__setattr__`, which fails where the block ends with the interpreter.
+            layer.__dict__["is_suspended"] = was
 
 
 def advance(model: nn.Module) -> None:

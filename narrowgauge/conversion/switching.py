@@ -14,6 +14,7 @@ blocks in bf16. Weights, gradients and optimizer state do not change; amax windo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -64,12 +65,13 @@ def switched(
     quantized = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     before = {name: layer.recipe for name, layer in quantized.items() if layer.recipe is not None}
     changes = widened(model, before, recipe, layers, products)
+    is_ending = sys.is_finalizing  # by a name of its own: those of modules are gone then
     try:
         for name, chosen in changes.items():
             quantized[name].compute_as(chosen)
         yield list(changes)
     finally:
-        for name in changes:
+        for name in () if is_ending() else changes:  # nothing computes after the end of the interpreter
             quantized[name].compute_as(before[name])
 
 

@@ -138,8 +138,8 @@ class InputCasts:
         """Another input comes: who read this one last will know it next time."""
         readers = [each for found in self.readers.values() if (each := found()) is not None]
         for each in readers:
-            if each.reads_last != (each is readers[-1]):
-                each.reads_last = each is readers[-1]
+            # Past torch's `__setattr__`, which fails while the interpreter ends: an input may go after torch's names have gone.
+            each.__dict__["reads_last"] = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Hands over the operand's casts with the input, for every layer whose operand is like this one."""
