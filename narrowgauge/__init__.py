@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from narrowgauge import distributed, formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, suspended
     from narrowgauge.conversion.description import describe
+    from narrowgauge.conversion.like import convert_like
     from narrowgauge.conversion.switching import switch
     from narrowgauge.diagnose.guard.loop import Guard
     from narrowgauge.distributed import distribute
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cast", "Gemm", "Guard", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "distribute", "distributed",
-    "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes", "suspended", "switch",
+    "Cast", "Gemm", "Guard", "QLinear", "QTensor", "Recipe", "advance", "convert", "convert_like", "dequantize", "describe",
+    "distribute", "distributed", "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes", "suspended", "switch",
 ]  # fmt: skip
 
 # Module -> the public names that live in it; a module that is public itself is not here.
@@ -45,6 +46,7 @@ _HOMES = {
     "nn.linear": ("linear", "QLinear"),
     "conversion": ("convert", "suspended", "advance"),
     "conversion.description": ("describe",),
+    "conversion.like": ("convert_like",),
     "conversion.switching": ("switch",),
     "diagnose.guard.loop": ("Guard",),
     "distributed": ("distribute",),

@@ -1,0 +1,188 @@
+"""convert_like: give a second copy of a model the recipes, and the state of the recipes, that the first one has.
+
+    policy = ng.convert(AutoModelForCausalLM.from_pretrained(path), "fp8-delayed")
+    reference = ng.convert_like(policy, AutoModelForCausalLM.from_pretrained(path))
+    trainer = DPOTrainer(model=policy, ref_model=reference, ...)
+
+Preference optimization compares log-probabilities of a policy with those of a frozen copy (DPO, arXiv 2305.18290, eq. 7). At the first
+step both are the same function and the loss is ln 2. A reference in BF16 beside a policy in FP8 adds the error of the policy's casts to
+every log-ratio. Layers are matched by name. Adapters around a layer (PEFT) and wrappers (DDP, torch.compile) do not count in a name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from narrowgauge.conversion import _restore
+from narrowgauge.conversion.embeddings import quantized_embeddings
+from narrowgauge.conversion.fast_path import refuse_fast_path
+from narrowgauge.errors import ConfigError, closest
+from narrowgauge.fuse import fuse as fuse_producers
+from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.embedding import FORMATS, QEmbedding
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear_state import ADDED
+from narrowgauge.structure import plain_name, require_module
+
+Kind = TypeVar("Kind", bound=nn.Module)
+BASE = ("base_layer", "original_module")  # the layer inside an adapter of PEFT, and inside its copy that trains
+
+
+def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
+    """Converts `reference`, in place, as `policy` is, and returns it. Its weights stay as they are.
+
+    policy     a converted model, with adapters around its layers or without
+    reference  a model with the same Linears
+
+    Each Linear gets the recipe of the layer with its name, a copy of the recipe's state (amax histories, learned steps, readings of the
+    sampler), and is suspended if that one is. Linears that are ordinary in `policy` become ordinary. Embeddings with codes and fused
+    norms follow as well. Later steps of `policy` change nothing in `reference`.
+
+    With equal weights both models then compute the same bits in forward, with two exceptions. A recipe that rounds stochastically in
+    forward draws its own noise in each model, which a warning says. Delayed scaling reads the amax history in training mode alone, so
+    that a policy that has a history differs from a reference in evaluation mode.
+
+    Raises ConfigError, before anything is changed, if `policy` has no converted layer, or if names or shapes of the Linears differ.
+    """
+    require_module(policy, "convert_like")
+    require_module(reference, "convert_like")
+    if policy is reference:
+        raise ConfigError(
+            "convert_like: both models are one object. Pass the converted model first and its copy second."
+        )
+    sources = _without_adapters(policy, nn.Linear)
+    if not any(isinstance(each, QLinear) for each in sources.values()):
+        raise ConfigError(
+            f"convert_like: no layer of the first model, {type(policy).__name__}, is converted. Call narrowgauge.convert on it before, and "
+            "pass the converted model first."
+        )
+    pairs = _pairs(sources, _without_adapters(reference, nn.Linear), "Linear")
+    for _, source, target in pairs:
+        if isinstance(target, QLinear):
+            target.refuse(source.recipe if isinstance(source, QLinear) else None)
+    tables = dict(quantized_embeddings(policy))
+    looked_up = _pairs(_without_adapters(policy, nn.Embedding), _without_adapters(reference, nn.Embedding), "Embedding")
+    for _, source, target in pairs:
+        _follow(source, target)
+    for _, table, target in looked_up if tables else ():
+        _follow_embedding(table, target)
+    shared = SharedInputs()
+    for layer in reference.modules():
+        if isinstance(layer, QLinear):
+            layer.shared_inputs = shared
+    if any("_not_fused" in module.__dict__ for module in policy.modules()):
+        fuse_producers(reference)
+    refuse_fast_path(reference)
+    _warn_of_noise(pairs)
+    return reference
+
+
+def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
+    """Name -> layer of a kind, by the names that it has in the model without adapters and wrappers."""
+    adapters = [name for name, module in model.named_modules() if any(hasattr(module, each) for each in BASE)]
+    found = {}
+    for name, module in model.named_modules():
+        own = [each for each in adapters if name.startswith(f"{each}." if each else "")]
+        inside = all(name[len(each) :].lstrip(".").split(".")[0] in BASE for each in own)
+        if isinstance(module, kind) and inside:
+            found[".".join(part for part in plain_name(name).split(".") if part not in BASE)] = module
+    return found
+
+
+def _pairs(sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str) -> list[tuple[str, Kind, Kind]]:
+    """(name in the reference, layer of the policy, layer of the reference). ConfigError if they do not match one to one."""
+    prefix, cut = _prefixes(sources, targets)
+    named = {name.removeprefix(prefix): layer for name, layer in sources.items()}
+    wanted = {name: name.removeprefix(cut) for name in targets}
+    for name, own in wanted.items():
+        if own not in named:
+            near = closest(own, named)
+            raise ConfigError(
+                f"convert_like: {kind} {name!r} of the second model is not in the first one. "
+                + (f"Closest: {near}. " if near else "")
+                + "Pass two copies of one model."
+            )
+        one, other = (tuple(layer.weight.shape) for layer in (named[own], targets[name]))  # type: ignore[union-attr]
+        if one != other:
+            raise ConfigError(
+                f"convert_like: the weight of {name!r} is {list(other)} in the second model and {list(one)} in the first one. Pass two "
+                "copies of one model."
+            )
+    if left := named.keys() - wanted.values():
+        raise ConfigError(
+            f"convert_like: {kind} {min(left)!r} of the first model is not in the second one. Pass two copies of one model."
+        )
+    return [(name, named[own], targets[name]) for name, own in wanted.items()]
+
+
+def _prefixes(names: Mapping[str, object], others: Mapping[str, object]) -> tuple[str, str]:
+    """Prefixes of either side's names without which most of them agree: "base_model.model." of PEFT, "pretrained_model." of TRL."""
+
+    def leading(given: Mapping[str, object]) -> list[str]:
+        shared: list[str] = []
+        for parts in zip(*(name.split(".")[:-1] for name in given), strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        return ["".join(f"{each}." for each in shared[:count]) for count in range(len(shared) + 1)]
+
+    def agreeing(pair: tuple[str, str]) -> tuple[int, int]:
+        ours, theirs = (
+            {name.removeprefix(cut) for name in given} for cut, given in zip(pair, (names, others), strict=True)
+        )
+        return len(ours & theirs), -len(pair[0]) - len(pair[1])
+
+    return max(itertools.product(leading(names), leading(others)), key=agreeing)
+
+
+def _follow(source: nn.Linear, target: nn.Linear) -> None:
+    if not isinstance(source, QLinear):
+        if isinstance(target, QLinear):
+            _restore(target)
+        return
+    layer = target if isinstance(target, QLinear) else QLinear.adopt(target, None)
+    layer.recipe = source.recipe
+    layer.reason, layer.decision, layer.weight_codes = source.reason, source.decision, source.weight_codes
+    layer.is_suspended = source.is_suspended
+    for name in ADDED:
+        state, own = getattr(source, name), getattr(layer, name)
+        if state is not None and own is not None:
+            own.load_state_dict(state.state_dict())
+            for each in own.modules():
+                if isinstance(each, LayerState):
+                    each.reread()
+
+
+def _follow_embedding(source: nn.Embedding, target: nn.Embedding) -> None:
+    if isinstance(target, QEmbedding):
+        target.restore()
+    if isinstance(source, QEmbedding):
+        codes = next(name for name, each in FORMATS.items() if each == source.format)
+        table = QEmbedding.adopt(target, codes)  # type: ignore[arg-type]
+        table.steps.load_state_dict(source.steps.state_dict())
+        table.is_suspended = source.is_suspended
+
+
+def _warn_of_noise(pairs: list[tuple[str, nn.Linear, nn.Linear]]) -> None:
+    drawing = []
+    for name, _, layer in pairs:
+        recipe = layer.recipe if isinstance(layer, QLinear) else None
+        if recipe is None:
+            continue
+        casts = [each for each in (recipe.output.lhs, recipe.output.rhs) if each is not None]
+        turned = recipe.output.rotate is not None and recipe.output.rotate.signs == "random"
+        if turned or any(each.rounding != "nearest" for each in casts):
+            drawing.append((name, recipe.name))
+    if drawing:
+        warnings.warn(
+            f"convert_like: recipe {drawing[0][1]!r} ({drawing[0][0]!r} and {len(drawing) - 1} more layers) draws random numbers in "
+            "forward, and each model draws its own, so that the outputs of the two differ by that noise. Give both a recipe that rounds "
+            "to nearest in forward.",
+            stacklevel=3,
+        )
