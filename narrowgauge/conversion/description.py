@@ -221,6 +221,8 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
 
         if words := cut_tiles(layer.weight, layer.recipe):
             yield Note(words)
+    if layer.bypassed:
+        yield Note("its weight was multiplied without calling it in training: there the recipe takes no effect")
     if is_read_by_owner(model, name):
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         yield Note(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
 
 _ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
-_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered")
+_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "watch")
 PATIENCE = 16  # optimizer steps without `advance` before a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In eager mode torch's `apply` without its 2 us of looking for transforms, and into what these left behind, in every argument.
@@ -108,6 +108,8 @@ class QLinear(nn.Linear):
         self.warned_of_ranks = self.warned_of_eval = False
         self.weight_codes: WeightCodes = "auto"  # see `recasts`
         self.reads_last = False  # whether nobody read its last input after it
+        self.called = self.bypassed = False  # in this step; whether its weight is multiplied without it (nn.reached)
+        self.missed, self.watch = 0, None
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
@@ -234,7 +236,8 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        compiling = is_compiling()
+        if not (compiling := is_compiling()):
+            self.__dict__["called"] = True  # past torch's `__setattr__`, which takes a microsecond
         if self.frozen is not None and not compiling and not self.frozen.is_held_by(self):
             self.frozen.drop(self)  # somebody gave it another weight
         carried = self.carried

@@ -58,8 +58,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
 
     Before that, what ranks saw of the layers that they share is agreed on. held: those whose parameters an optimizer steps; None: all.
     """
+    from narrowgauge.nn import reached
     from narrowgauge.nn.step_warnings import warn_of_eval, warn_of_ranks
 
+    reached.end_step(layers)
     warn_of_ranks(layers if held is None else held)
     if held is not None:
         warn_of_eval(layers)

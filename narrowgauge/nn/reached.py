@@ -1,0 +1,185 @@
+"""Layers with a recipe whose weight is multiplied without calling them: there the recipe takes no effect.
+
+    F.linear(x, layer.weight)              PEFT's HRA and SHiRA compute so, and losses that read the output head
+    F.linear(x, layer.weight + delta)
+
+Two kinds of evidence are needed, since a layer may be skipped for good reasons (an expert without tokens, LayerDrop, a branch for
+evaluation, another stage of a pipeline):
+
+    1. for PATIENCE optimizer steps in a row the layer is not called, while others of the model are
+    2. in the next WATCHED steps its weight, or a matrix of its shape that is computed from it, is an operand of a matrix product
+
+For 2 the Parameter's class changes while the step is computed, which changes no number, and changes back before an optimizer of torch
+steps. Compiled layers are not seen being called, nor are their weights, so nothing is said of a model of which torch.compile has
+compiled anything. Weights that are kept as codes are not watched.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+PATIENCE, WATCHED = 3, 3
+PRODUCTS = frozenset(
+    (
+        "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "__matmul__", "__rmatmul__",
+        "multi_head_attention_forward",
+    )
+)  # fmt: skip
+
+QLinear = Any  # nn.linear imports this, by way of step_end
+_watched: dict[int, tuple[Tensor, Watch]] = {}  # weights whose class is changed now
+_registered: list[Any] = []
+
+
+class Watch:
+    """What is seen of one weight. products: matrix products that read it."""
+
+    def __init__(self) -> None:
+        self.products = 0
+        self.is_active = True
+
+
+def end_step(layers: dict[QLinear, str]) -> None:
+    """An optimizer step of these layers, with their names, has ended."""
+    own = [each for each in layers if "missed" in each.__dict__]  # embeddings have none
+    others = sum(each.called for each in own)
+    bypassed = []
+    for layer in own:
+        facts = layer.__dict__
+        if facts["called"] or not others or layer.recipe is None or layer.is_suspended:
+            facts["called"], facts["missed"] = False, 0 if facts["called"] else facts["missed"]
+            if facts["watch"] is not None:
+                _stop(layer)
+            continue
+        facts["missed"] += 1
+        if (watch := facts["watch"]) is not None and watch.products and not facts["bypassed"]:
+            facts["bypassed"] = True
+            bypassed.append(layer)
+        if PATIENCE <= facts["missed"] < PATIENCE + WATCHED and not facts["bypassed"] and not _has_compiled():
+            _watch(layer)
+        elif watch is not None:
+            _stop(layer)
+    if bypassed:
+        _warn(bypassed, layers, others)
+
+
+def _warn(bypassed: list[QLinear], names: dict[QLinear, str], others: int) -> None:
+    first, more = names[bypassed[0]], f" and {len(bypassed) - 1} more" if len(bypassed) > 1 else ""
+    warnings.warn(
+        f"advance: the weight of {first!r}{more} is multiplied without calling the layer, which was not called in {bypassed[0].missed} "
+        f"steps in which {others} others were. Recipe {bypassed[0].recipe.name!r} takes no effect there: the products are computed in the "
+        f"dtype of the weight. Call the layer instead of reading its weight, or say that it stays wide: narrowgauge.convert(model, "
+        f"{{{first!r}: None}}). describe marks these layers.",
+        stacklevel=4,
+    )
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
+
+
+def _watch(layer: QLinear) -> None:
+    weight = layer._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        return
+    if not _registered:
+        _registered.append(register_optimizer_step_pre_hook(_pause))
+    watch = layer.__dict__["watch"] = layer.__dict__["watch"] or Watch()
+    weight.__class__ = WatchedWeight
+    weight._watch = watch
+    _watched[id(weight)] = weight, watch
+
+
+def _stop(layer: QLinear) -> None:
+    watch = layer.__dict__["watch"]
+    watch.is_active = False
+    layer.__dict__["watch"] = None
+    for weight, each in list(_watched.values()):
+        if each is watch:
+            _give_back(weight)
+
+
+def _pause(*_: Any) -> None:
+    """Optimizers see ordinary Parameters."""
+    for weight, _watch in list(_watched.values()):
+        _give_back(weight)
+
+
+def _give_back(weight: Tensor) -> None:
+    _watched.pop(id(weight), None)
+    if type(weight) is WatchedWeight:
+        weight.__class__ = nn.Parameter
+        weight.__dict__.pop("_watch", None)
+
+
+def _seen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation as ever; its operands' watches count it if it is a matrix product."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(*args, **kwargs)
+        operands = [each for each in (*args, *kwargs.values()) if type(each) in (WatchedWeight, FromWatched)]
+        watches = [watch for each in operands if (watch := each.__dict__.get("_watch")) is not None and watch.is_active]
+        if not watches:
+            return found
+        if func.__name__ in PRODUCTS:
+            for watch in watches:
+                watch.products += 1
+        # Not of `detach`, by which state dicts take what they hold.
+        if (
+            type(found) is Tensor
+            and found.ndim == 2
+            and found.numel() == operands[0].numel()
+            and func.__name__ != "detach"
+        ):
+            derived = found.as_subclass(FromWatched)
+            derived._watch = watches[0]
+            return derived
+    return found
+
+
+class WatchedWeight(nn.Parameter):
+    """A Parameter for the time of a watch; `_watch` counts its products."""
+
+    _watch: Watch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _seen(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_plain(self).detach(), _plain(self).requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_plain(self).detach().clone(), _plain(self).requires_grad)
+        return memo[id(self)]
+
+
+class FromWatched(Tensor):
+    """A matrix that was computed from a watched weight: W + delta, W cast, W.T."""
+
+    _watch: Watch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _seen(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(_plain(self), memo)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
