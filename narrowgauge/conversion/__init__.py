@@ -303,18 +303,11 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    own = "observer is_suspended reason decision _cache precast shared_inputs peers _written step_ended _recipe _plans gathered frozen"
-    for name in (
-        *own.split(),
-        "weight_codes",
-        "reads_last",
-        "warned_of_ranks",
-        "warned_of_eval",
-        "called",
-        "bypassed",
-        "missed",
-        "watch",
-    ):
+    own = (
+        "observer is_suspended reason decision _cache precast shared_inputs peers _step_watch step_ended _recipe _plans gathered frozen "
+        "suspects weight_codes reads_last warned_of_ranks warned_of_eval called bypassed missed watch"
+    )
+    for name in own.split():
         layer.__dict__.pop(name)
     step_end.forget(layer)
     for name in ("scaling", "steps", "sampling"):

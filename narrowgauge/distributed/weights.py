@@ -40,9 +40,11 @@ from narrowgauge.distributed.torch_private import in_backward, local_tensor, par
 from narrowgauge.distributed.weight_codes import coder_of
 from narrowgauge.distributed.weight_scales import Rows, exchange, gather
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.caches import CHECK_EVERY
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandPlan
+from narrowgauge.ops.fingerprint import Fingerprint, Readback, fingerprint
 from narrowgauge.recipe import ClippedRms, LearnedStep, Recipe
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -87,6 +89,11 @@ class GatheredWeight:
         self.was_gathered = False
         self.is_fresh = False  # nobody has said since the last exchange that the weight may be another
         self.exchanged: Any = ()  # the weight's state at the last exchange
+        self.exchanges = 0
+        self.seen: Fingerprint | None = (
+            None  # the bytes of the shard at the last exchange; on a GPU a sample, at every eighth
+        )
+        self.suspects: tuple[Readback, ...] = ()  # whether that sample has changed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Pickled, ()  # with the tensor whose hooks are its methods
@@ -145,13 +152,7 @@ class GatheredWeight:
 
     def _own_codes(self, which: str, records: bool) -> Tensor:
         shard = self.shard
-        if self.exchanged != self._state():
-            raise ConfigError(
-                f"{self.name}: the weight was written since its scales were exchanged, or no forward pass of the whole model has exchanged "
-                "them. Ranks exchange them in the first forward pass of a step: call the model that distribute was given (what "
-                "torch.compile returned, if the whole model is compiled), and end the step with narrowgauge.advance(model) after "
-                "weights are written."
-            )
+        self._refuse_writes()
         codes = self.coder.encode(shard, which, records) if self.rows.count else shard.new_empty(0, dtype=torch.uint8)
         sent = torch.zeros(self.rows.padded, self.coder.width, dtype=torch.uint8, device=shard.device)
         if self.rows.count:
@@ -166,6 +167,32 @@ class GatheredWeight:
 
     def exchange_ended(self) -> None:
         self.is_fresh, self.exchanged = True, self._state()
+        seen, shard = self.seen, self.shard
+        if seen is not None and seen.changed is not None:
+            self.suspects += (Readback(seen.changed),)
+        is_compared = shard.device.type == "cpu" or self.exchanges % CHECK_EVERY == 0
+        self.seen = fingerprint(shard) if is_compared and self.rows.count else None
+        self.exchanges += 1
+        here = [each for each in self.suspects if each.is_here]
+        self.suspects = tuple(each for each in self.suspects if each not in here)
+        if any(each.value for each in here):
+            self._refuse()
+
+    def _refuse_writes(self) -> None:
+        """Raises ConfigError if the weight was written since its scales were exchanged, also through `.data`.
+
+        On a GPU `.data` is not compared here, since that would wait for the device: `exchange_ended` raises in a later step.
+        """
+        if self.exchanged != self._state() or (self.seen is not None and not self.seen.is_same()):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise ConfigError(
+            f"{self.name}: the weight was written since its scales were exchanged, or no forward pass of the whole model has exchanged "
+            "them. Ranks exchange them in the first forward pass of a step: call the model that distribute was given (what "
+            "torch.compile returned, if the whole model is compiled), and end the step with narrowgauge.advance(model) after "
+            "weights are written."
+        )
 
     def _state(self) -> Any:
         """Differs from an earlier one if the weight was written or replaced. An operator on a DTensor raises its version alone."""
@@ -211,6 +238,8 @@ class GatheredWeight:
             found = gather(self._own_codes(which, records), self.group)
             self._count(found)
             return found.view(-1, self.coder.width)
+        if not in_backward():  # which reads the codes of its forward pass
+            self._refuse_writes()
         return held.data
 
     def is_at_hand(self, which: str, records: bool) -> bool:

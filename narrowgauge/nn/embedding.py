@@ -93,6 +93,7 @@ class QEmbedding(nn.Embedding):
 
     recipe = peers = scaling = sampling = None  # nothing that ranks would have to agree on: their weights are the same
     warned_of_ranks = False
+    suspects = ()  # no casts are kept
 
     def _for_step_end(self) -> None:
         self.step_ended = False

@@ -23,7 +23,9 @@ from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
+from narrowgauge.nn.step_watch import PATIENCE, StepWatch
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
+from narrowgauge.ops.fingerprint import Readback
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Recipe
 
@@ -36,8 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
 
 _ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
-_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "watch")
-PATIENCE = 16  # optimizer steps without `advance` before a warning
+_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "watch")  # None in a copy
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In eager mode torch's `apply` without its 2 us of looking for transforms, and into what these left behind, in every argument.
 _APPLY: Any = super(torch.autograd.Function, LinearFunction).apply
@@ -112,7 +113,9 @@ class QLinear(nn.Linear):
         self.missed, self.watch = 0, None
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
-        self._written = (0, 0)
+        self._step_watch = StepWatch()
+        # Whether its weight was written behind casts that were reused; read at a later step's end (step_end).
+        self.suspects: tuple[Readback, ...] = ()
         self._recipe: Recipe | None = None
         self._plans: dict[tuple[torch.device, str, bool], LinearPlan] = {}
         self.scaling = self.steps = self.sampling = None
@@ -149,7 +152,7 @@ class QLinear(nn.Linear):
 
     def compute_as(self, recipe: Recipe | None) -> None:
         """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
-        self._recipe, self._plans, self._written = recipe, {}, (0, 0)
+        self._recipe, self._plans, self._step_watch = recipe, {}, StepWatch()
         self.empty_cache()
 
     def renew_state(self) -> None:
@@ -182,8 +185,12 @@ class QLinear(nn.Linear):
 
         What the optimizer's step left of the cast stays with keep=True: it is of the weight as it is now, if that is unchanged.
         """
-        kept = keep or self._cache is not None
-        self._cache = WeightCache(recasts=self.recasts) if kept else None
+        before = self._cache
+        if keep or before is not None:
+            before = before or WeightCache()
+            found = (before.changed, None if self.precast is None else self.precast.taken_changed())
+            self.suspects += tuple(Readback(each) for each in found if each is not None)
+            self._cache = before.renewed(self.recasts)
         if not keep and self.precast is not None:
             self.precast.forget()
         if self.carried is not None:
@@ -229,7 +236,7 @@ class QLinear(nn.Linear):
         self.empty_cache(keep=True)
         if self.shared_inputs is not None:
             self.shared_inputs.clear()
-        self._written = (0, 0)
+        self._step_watch = StepWatch()
 
     def take_casts(self, casts: Casts) -> None:
         """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
@@ -342,15 +349,10 @@ class QLinear(nn.Linear):
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
-        if weight.is_inference():
-            return
-        version, count = self._written
-        if weight._version != version:
-            self._written = weight._version, count + 1
-            if count == PATIENCE:
-                from narrowgauge.nn.step_warnings import warn_of_no_advance
+        if not weight.is_inference() and self._step_watch.misses_steps(weight):
+            from narrowgauge.nn.step_warnings import warn_of_no_advance
 
-                warn_of_no_advance(self, PATIENCE)
+            warn_of_no_advance(self, PATIENCE)
 
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
@@ -454,7 +456,8 @@ class QLinear(nn.Linear):
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
         if self.frozen is not None and not self.frozen.is_held_by(self):
             self.frozen.drop(self)
-        state = self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False}
+        fresh = {"_plans": {}, "step_ended": False, "_step_watch": StepWatch(), "suspects": ()}
+        state = self.__dict__ | dict.fromkeys(_NOT_COPIED) | fresh
         if self.frozen is not None:  # a Parameter without elements in the place of the codes
             own = plain(self.weight)
             empty = nn.Parameter(own.new_empty((0, 0)), requires_grad=own.requires_grad)

@@ -206,9 +206,16 @@ class Operand:
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
             made = self._rotated_cast(self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols")
+            if not self._may_share(casts):
+                return made
         if not rotation.is_random:
             casts.cols = made
         return made
+
+    def _may_share(self, casts: Casts) -> bool:
+        """(w) whether forward passes to come may read what backward makes of the weight as it is now."""
+        cache = self.context.cache if self.plan.role == "w" else None
+        return cache is None or cache.is_gathered or bool(cache.may_add(casts))
 
     def _rotated_cast(
         self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str
@@ -329,7 +336,8 @@ class Operand:
             return self
         self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
         cache = self.context.cache if plan.role == "w" else None
-        if cache is not None and (found := cache.lookup(self)) is not None:
+        found = self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
+        if cache is not None and found is not None:
             self.casts = found
             if found.is_empty:
                 found.amax = amax

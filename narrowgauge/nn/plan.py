@@ -226,6 +226,7 @@ class LinearContext:
     keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
     watches        whether the observer sees results too (`ProductObserver`): x is kept, also where its codes alone would be
     keeps_w        (compiled code) whether forward casts the weight both ways and keeps its cols for backward
+    w_casts        (eager code) the casts of the weight that forward leaves to backward; None: backward casts it
     """
 
     plan: LinearPlan
@@ -244,3 +245,4 @@ class LinearContext:
     keeps_x: bool = False
     keeps_w: bool = False
     watches: bool = False
+    w_casts: Any = None

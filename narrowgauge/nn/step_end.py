@@ -6,6 +6,8 @@ optimizer holds a parameter: also of those whose weights it does not move, as un
 by a fused optimizer, is cast anew. `advance` after it only forgets the casts of those layers made since: their step has ended already.
 In eager mode a layer that trains again in between has begun another step, which `advance` ends.
 
+Casts that were reused on a GPU although the weight was written meanwhile, as `nn.caches` tells later, are reported here.
+
 A step inside a backward pass (an optimizer per parameter) ends nothing, since layers further ahead have not seen their gradients; the
 casts of its weights are forgotten. Where a GradScaler skips the step, torch calls nothing, and the windows go on taking maxima. A step
 that torch.compile traces, an optimizer that is none of torch's, and weights written by hand need the line.
@@ -62,6 +64,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     from narrowgauge.nn.step_warnings import warn_of_eval, warn_of_ranks
 
     reached.end_step(layers)
+    if any(layer.suspects for layer in layers):
+        from narrowgauge.nn.step_warnings import warn_of_unseen_writes
+
+        warn_of_unseen_writes(layers)
     warn_of_ranks(layers if held is None else held)
     if held is not None:
         warn_of_eval(layers)

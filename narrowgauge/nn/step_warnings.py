@@ -1,4 +1,7 @@
-"""What is told of a training loop at the end of a step, once: ranks that do not agree, training in eval mode, a step that nothing ends."""
+"""Warnings about a training loop at the end of a step, once each.
+
+Ranks that do not agree, training in eval mode, steps that nothing ends, weights that were written behind their casts.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,32 @@ def warn_of_eval(layers: Collection[Any]) -> None:
         )
     for layer in still:
         layer.warned_of_eval = True
+
+
+def warn_of_unseen_writes(layers: dict[Any, str]) -> None:
+    """Of weights that were written behind casts that were reused; these layers cast their weights at every pass from now on."""
+    found = []
+    for layer, name in layers.items():
+        if not (suspects := layer.suspects):
+            continue
+        layer.suspects = tuple(each for each in suspects if not each.is_here)
+        if any(each.value for each in suspects if each.is_here):
+            found.append((layer, name))
+    for layer, _ in found:
+        layer.weight_codes = "recast"
+        if layer.precast is not None:
+            layer.precast.disable(
+                "its weight was written between the step and the forward pass, where its version shows nothing"
+            )
+    if found:
+        layer, name = found[0]
+        warnings.warn(
+            f"{layer.recipe and layer.recipe.name}: the weights of {len(found)} layers, the first {name!r}, were written through .data or "
+            "raw memory since they were cast, and up to 8 steps computed with the casts of before. From now on these layers cast "
+            "their weights at every forward pass. Call narrowgauge.advance(model) after such writes, or convert with "
+            "weight_codes='recast'.",
+            stacklevel=4,
+        )
 
 
 def warn_of_no_advance(layer: Any, steps: int) -> None:

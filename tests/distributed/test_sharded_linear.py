@@ -193,3 +193,28 @@ def test_a_layer_alone_lists_itself_and_its_steps():
     assert {"weight", "bias", "steps.x", "steps.w"} == {name for name, _ in layer.named_parameters()}
     inside = nn.Sequential(layer)
     assert "0.steps" in dict(inside.named_modules()) and "0.steps.x" in dict(inside.named_parameters())
+
+
+def _written_behind_casts(recipe: str) -> list[bool]:
+    """Each layout: whether forward passes after writes into local shards are those of an emptied cache; and of no write."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for placements in LAYOUTS.values():
+        layer, (x, gy) = _layer(recipe), _data()
+        layer.bias = None
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, placements))
+        x = distribute_tensor(x, mesh, [Replicate()])
+        _step(layer, x, gy)
+        ng.advance(layer)
+        before = _step(layer, x, gy)["y"]
+        for write in (lambda w: w.mul_(1.5), lambda w: w[0].add_(1.0)):
+            write(layer.weight.to_local().data)
+            after = _step(layer, x, gy)["y"]
+            layer.empty_cache()
+            found += [torch.equal(after, _step(layer, x, gy)["y"]), not torch.equal(after, before)]
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "int4-hq-bs"])
+def test_writes_into_local_shards_are_read_by_the_next_forward_pass(ranks, recipe):
+    for found in ranks(2)(_written_behind_casts, recipe):
+        assert len(found) == 12 and all(found), found

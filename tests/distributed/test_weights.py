@@ -280,20 +280,50 @@ def test_changes_between_passes_are_followed(ranks):
             assert own_losses == losses and differing(own, tensors) == [], name
 
 
-def _written_between_micro_batches():
-    model = _shard(build("fp8-current"), "codes")
+def _written_between_micro_batches(through_data):
+    found = []
+    for reshards in (True, False):
+        model = _shard(build("fp8-current"), "codes", reshard_after_forward=reshards)
+        _backward(model, 0, 0)
+        weight = model[0].up.weight
+        with torch.no_grad():
+            (weight.to_local().data if through_data else weight).mul_(2)
+        try:
+            _backward(model, 0, 1)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_written_between_micro_batches_are_refused(ranks, through_data):
+    """Also where codes that are at hand are read again, and where the write leaves the version of the shard."""
+    for found in ranks(2)(_written_between_micro_batches, through_data):
+        assert len(found) == 2
+        for words in found:
+            assert "0.up: the weight was written" in words and "narrowgauge.advance(model)" in words
+
+
+def _merged_through_data(weights):
+    """As PEFT merges, into the shards: outputs of evaluations with gradients and of a new step."""
+    model, found = _shard(build("fp8-current"), weights), []
     _backward(model, 0, 0)
-    with torch.no_grad():
-        model[0].up.weight.mul_(2)
-    try:
-        _backward(model, 0, 1)
-    except ConfigError as error:
-        return str(error)
+    ng.advance(model)
+    x, _ = micro_batch(0, 0)
+    for training in (False, False, True):
+        model.train(training)
+        found.append(model(x).detach())
+        for parameter in model.parameters():
+            parameter.to_local().data.mul_(1.5)
+        if training:
+            ng.advance(model)
+            found.append(model(x).detach())
+    return found
 
 
-def test_weights_written_between_micro_batches_are_refused(ranks):
-    for words in ranks(2)(_written_between_micro_batches):
-        assert "0.up: the weight was written" in words and "narrowgauge.advance(model)" in words
+def test_a_merge_into_shards_is_read_by_the_next_forward_pass(ranks):
+    for there, here in ranks(2)(_both, _merged_through_data):
+        assert all(map(torch.equal, here, there)) and not torch.equal(here[0], here[1])
 
 
 def _sent(recipe, width):

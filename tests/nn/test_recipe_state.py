@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.nn.linear import PATIENCE
+from narrowgauge.nn.step_watch import PATIENCE
 from tests.compare import assert_same
 
 

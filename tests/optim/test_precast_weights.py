@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -413,3 +414,24 @@ def test_a_poisoned_weight_poisons_its_step_and_no_more(codes):
         story(run)
     assert_same(runs[0].everything, runs[1].everything, any_nan=True)
     assert runs[0].outputs[-1].isnan().all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_write_behind_what_the_step_left_is_reported_and_casts_are_right_from_then_on(codes, recipe):
+    """Weights that are clamped through `.data` after each step: within 16 steps one sentence, and no cast is taken afterwards."""
+    run, words = Run(recipe, True), []
+    for number in range(20):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.step()
+        words += [(number, str(each.message)) for each in caught]
+        run.model[0].weight.data.clamp_(-0.05, 0.05)
+    [(number, sentence)] = words
+    assert number < 16
+    assert "the weights of 1 layers, the first '0', were written through .data or raw memory" in sentence
+    assert "Call narrowgauge.advance(model) after such writes" in sentence
+    words = run.optimizer.casting["0"]
+    assert words == "its weight was written between the step and the forward pass, where its version shows nothing"
+    fresh = copy.deepcopy(run.model)
+    x = torch.randn(6, 32)
+    assert_same(run.model(x), fresh(x))

@@ -9,7 +9,11 @@ The kernel of the step has every new weight in a register. With one scale per te
 The step has to foretell that scale, for the window moves on only after it (`nn.amax_history`). So the amax that it counted on stays
 beside the codes, and `quantize_precast` compares it on the device with the one in use: where another was loaded, or the step was not
 ended, it writes the codes anew. On the host the weight must be the one that the step left (`addresses.validity`), and each is taken
-once. So a cast that is out of date is never used.
+once.
+
+A write that leaves `_version` as it is (`weight.data.clamp_()` after the step) is not detected at once: that would need a read of
+the weight, which the cast is there to save. Every eighth step compares a sample of the weight on the device (`ops.fingerprint`);
+`nn.step_end` reports a change at the end of a later step, and the layer casts its weight itself from then on.
 
 Which weights: `refuse`. Rows, blocks and MX share a scale among elements that no program of the step has together in both
 orientations; rotations mix elements before they are cast; learned steps change after the weight has been written.
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import Key, validity
+from narrowgauge.ops.fingerprint import Sampled
 from narrowgauge.ops.quantize import check_of, definition, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxBuffers, update_amax
 from narrowgauge.ops.quantize.spec import Spec
@@ -32,6 +37,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE
 
+CHECK_EVERY = 8  # steps, between two samples of the weight
 PARTS = 64  # places that programs share for the largest magnitude: few enough to read, enough not to queue
 
 
@@ -58,6 +64,8 @@ class PrecastWeight:
     taken: int = 0
     _written: bool = field(default=False, init=False)
     _weight: Key | None = field(default=None, init=False)
+    _sample: Sampled | None = field(default=None, init=False)
+    _changed: Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, weight: Tensor, cast: Cast, window: AmaxBuffers | None) -> PrecastWeight:
@@ -79,6 +87,8 @@ class PrecastWeight:
     def commit(self, weight: Tensor) -> None:
         """The step is over and the weight's version raised: what was written is of this one, if anything was."""
         self._weight = validity(weight) if self._written else None
+        is_compared = self._written and self.left % CHECK_EVERY == 0 and weight.is_contiguous()
+        self._sample = Sampled(weight) if is_compared else None
         self.left += self._written
         self._written = False
 
@@ -88,7 +98,19 @@ class PrecastWeight:
 
     def forget(self) -> None:
         """Nothing is taken before the next step."""
-        self._weight = None
+        self._weight = self._sample = None
+
+    def take(self) -> None:
+        """A forward pass takes them, once."""
+        self.taken += 1
+        if self._sample is not None and self._sample.is_same():
+            self._changed = self._sample.changed
+        self.forget()
+
+    def taken_changed(self) -> Tensor | None:
+        """bool [] on the device, once: whether the weight was written before its casts were taken; None: not compared."""
+        changed, self._changed = self._changed, None
+        return changed
 
     def matches(self, weight: Tensor, cast: Cast, amax_state: Tensor | None) -> bool:
         """Whether the weight is as the step left it, and wanted by this cast and window; not of a CUDA graph, which would repeat it."""
@@ -180,7 +202,6 @@ def quantize_precast(
     The bits of `quantize_pair`; see the module. Its codes may be the memory that the next step writes.
     """
     kernel = KERNELS.choose(Spec.of(x, precast.cast), backend).kernel
-    precast.forget()
-    precast.taken += 1
+    precast.take()
     both: Both = kernel.run(x.detach(), precast, amax_state, records)
     return both

@@ -1,0 +1,62 @@
+"""Training loops in which no optimizer step ends for a layer: its amax histories, learned steps or samplers stay as they began.
+
+`step_end` covers `narrowgauge.advance` and torch's optimizers that hold a parameter of the layer. It covers no optimizer that
+holds flat float32 masters and copies them into the weights (ZeRO, Megatron, apex). Some such copies leave `_version` as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import identity, wrapper
+from narrowgauge.ops.fingerprint import Readback, Sampled
+
+PATIENCE = 16  # optimizer steps without `advance` before a warning
+
+
+class StepWatch:
+    """The writes to one weight since the last step that ended.
+
+    version, writes  `_version` of the weight, and how often it differed from that of the pass before
+    passes           forward passes in training
+
+    A write that leaves `_version` is detected by a sample of the weight, taken in the second pass and compared in the 15th,
+    31st, ... without waiting for a GPU. Loops of one pass per step, each of which ends, take no sample.
+    """
+
+    def __init__(self) -> None:
+        self.version = self.writes = self.passes = 0
+        self.sampled_version = -1
+        self.sample: Sampled | None = None
+        self.answer: Readback | None = None
+
+    def misses_steps(self, weight: Tensor) -> bool:
+        """Called in each forward pass of training: whether the weight was trained on for PATIENCE steps and none has ended."""
+        self.passes += 1
+        version = weight._version
+        if version != self.version:
+            self.version, self.writes = version, self.writes + 1
+            if self.writes == PATIENCE + 1:
+                return True
+        if self.passes == 1:
+            return False
+        if self.answer is not None and self.answer.is_here:
+            answer, self.answer = self.answer, None
+            if answer.value:
+                self.sample = None
+                return True
+        if self.passes == 2 or self.passes % PATIENCE == PATIENCE - 1:
+            self._compare(weight, version)
+        return False
+
+    def _compare(self, weight: Tensor, version: int) -> None:
+        if weight.is_meta or wrapper(weight) or not weight.is_contiguous():
+            return
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        sample = self.sample
+        if sample is None or self.sampled_version != version or identity(sample.tensor) != identity(weight):
+            self.sample, self.sampled_version = Sampled(weight), version
+        elif sample.is_same() and sample.changed is not None:
+            self.answer = Readback(sample.changed)
