@@ -39,6 +39,10 @@ class BackendError(ConfigError):
     """A kernel that was asked for by name refuses the call."""
 
 
+class TransformError(ConfigError, NotImplementedError):
+    """A transform of PyTorch for which a layer has no rule; torch raises NotImplementedError there."""
+
+
 class DataError(NarrowgaugeError):
     """Missing, empty or malformed data, or a tokenizer that does not fit it."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import OWN, FusedForward, Fusion
 from narrowgauge.fuse.keeping import Form, Keeps, Remade, narrow
+from narrowgauge.nn import transforms
 from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats
@@ -49,10 +50,10 @@ class FusedModule(FusedForward):
     sources: tuple[nn.Module, ...] = ()
     stats: CacheStats = field(default_factory=CacheStats, init=False)
 
-    def __call__(self, x: Tensor, *more: Any, **options: Any) -> Any:
-        if more or options or torch.compiler.is_compiling():
-            return self.own(x, *more, **options)
-        return self.forward(x)
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        if len(given) != 1 or options or torch.compiler.is_compiling() or transforms.is_active(*given):
+            return self.own(*given, **options)
+        return self.forward(given[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """What the module's own code computes, in eager mode."""

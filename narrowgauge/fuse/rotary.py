@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import device_facts
@@ -67,9 +68,11 @@ class FusedAttention(FusedForward):
 
     def embed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
         """As `function`."""
+        if torch.compiler.is_compiling() or transforms.is_active(q, k, cos, sin):
+            return self.function(q, k, cos, sin, *more, **options)
         usual = q.ndim == k.ndim == 4 and len(q) == len(k) and q.shape[2:] == k.shape[2:] == cos.shape[1:]
         usual = usual and cos.shape == sin.shape and cos.shape[0] in (1, len(q)) and cos.dtype == sin.dtype
-        if more or options or not usual or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
+        if more or options or not usual or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
         kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))
         return self.function(q, k, cos, sin) if kernel is None else _Function.apply(kernel.run, q, k, cos, sin)

@@ -87,6 +87,8 @@ class AmaxHistory(LayerState):
     def lineage(self) -> int | None:
         """Equal for windows with equal numbers, as far as is known; None: not to be known, while a CUDA graph is captured."""
         history: Tensor = self._buffers["history"]  # type: ignore[assignment]
+        if history.is_inference():  # without a version
+            return None
         followed = self._followed
         if self._lineage is None or followed is None or followed[0] is not history or followed[1] != history._version:
             if history.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -108,7 +110,8 @@ class AmaxHistory(LayerState):
         self._was_seen = False
 
     def _follow(self, lineage: int | None) -> None:
-        self._lineage, self._followed = lineage, (self.history, self.history._version)
+        history = self.history
+        self._lineage, self._followed = lineage, (history, 0 if history.is_inference() else history._version)
 
     def extra_repr(self) -> str:
         return str(self.window)

@@ -13,7 +13,7 @@ Backward = Callable[..., Any]
 
 
 def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]:
-    """For the `backward` of a function, called `what`: asking for second derivatives raises RuntimeError, and says `way_on`.
+    """For the `backward` of a function, called `what`: second derivatives and vmap raise TransformError, which says `way_on`.
 
     torch's own `once_differentiable` raises only where the gradient that comes in has a graph itself. `torch.autograd.grad(...,
     create_graph=True)` and `functional.hessian` begin with one that has none: the second derivative is zero, or None, without a word.
@@ -23,15 +23,21 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only create_graph=True leaves it on
-                raise RuntimeError(
-                    f"backward: {what} has no second derivatives, and create_graph=True asks for them. {way_on}"
-                )
+            # create_graph=True alone leaves gradients enabled
+            if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_mapped(gradients)):
+                from narrowgauge.nn.transforms import refuse_backward
+
+                refuse_backward(what, way_on)
             return backward(ctx, *gradients)
 
         return run
 
     return decorate
+
+
+def _is_mapped(gradients: tuple[Any, ...]) -> bool:  # by vmap: of torch.func, or the older one of is_grads_batched
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return torch._C._are_functorch_transforms_active() or any(map(is_batched, filter(torch.is_tensor, gradients)))
 
 
 def asked_for(ctx: Any) -> tuple[bool, ...]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import dry_run_on, in_memory, wrapper
+from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import Library
@@ -38,10 +39,10 @@ LIBRARY = Library(("dropout.cpp",), "dropout", _SIGNATURES)
 class CountedDropout(nn.Dropout):
     """nn.Dropout with noise by the number of the element. p and inplace as there; in place it is torch's."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0 or self.inplace or _refuse(x):
-            return super().forward(x)
-        return dropout(x, self.p)
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0 or self.inplace or _refuse(input):
+            return super().forward(input)
+        return dropout(input, self.p)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -72,7 +73,7 @@ def _scale(p: float) -> float:
 
 def _refuse(x: Tensor) -> str:
     """Why torch computes it, or ''."""
-    if torch.compiler.is_compiling() or (dry_run_on() is None and wrapper(x)):
+    if torch.compiler.is_compiling() or transforms.is_active(x) or (dry_run_on() is None and wrapper(x)):
         return "its memory is not at hand"
     if x.dtype not in DTYPES or device_facts(x.device.type, x.device.index).type != "cpu":
         return "written for float32 and bfloat16 on the CPU"

@@ -22,10 +22,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from narrowgauge.addresses import is_compiling
 from narrowgauge.formats import INT4, INT8, IntFormat
-from narrowgauge.nn import step_end
+from narrowgauge.nn import step_end, transforms
+from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.recipe import LearnedStep
 
@@ -44,6 +45,8 @@ class QEmbedding(nn.Embedding):
     format: IntFormat
     steps: LearnedSteps
     is_suspended: bool
+    __prepare_scriptable__ = transforms.refuse_script  # looked for by torch.jit.script
+    qconfig = property(None, transforms.refuse_qconfig)  # set by torch.ao.quantization
 
     @classmethod
     def adopt(cls, module: nn.Embedding, codes: Codes) -> QEmbedding:
@@ -65,9 +68,14 @@ class QEmbedding(nn.Embedding):
         self.__class__ = nn.Embedding  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = super().forward(input)
         if self.is_suspended:
-            return rows
+            return super().forward(input)
+        if not isinstance(input, Tensor):
+            found: Tensor = transforms.leaf(self, input)
+            return found
+        if not is_compiling():
+            transforms.refuse_active(None, "embedding", "a learned step", weight=self.weight)
+        rows = super().forward(input)
         most = float(self.format.max)
         scale = 1 / math.sqrt(self.num_embeddings * self.embedding_dim * most)
         y: Tensor = _Rounded.apply(rows, self._step(), most, scale)
@@ -120,7 +128,7 @@ class _Rounded(torch.autograd.Function):
         return ((x.float() / step).clamp(-most, most).round() * step).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @no_double_backward("an embedding with a learned step", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         x, step = ctx.saved_tensors
         ratio = x.float() / step

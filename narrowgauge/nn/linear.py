@@ -26,7 +26,7 @@ from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
 from narrowgauge.nn.step_watch import PATIENCE, StepWatch
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
 from narrowgauge.ops.fingerprint import Readback
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In eager mode torch's `apply` without its 2 us of looking for transforms, and into what these left behind, in every argument.
 _APPLY: Any = super(torch.autograd.Function, LinearFunction).apply
 _UNWRAPPED: Any = torch._C._functorch.unwrap_if_dead
+_REFUSALS, _TRANSFORMS = "narrowgauge.nn.linear_refusals", "narrowgauge.nn.transforms"  # modules that few layers need
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -51,14 +52,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     The result has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, and ConfigError on a recipe with
     memory (delayed scaling, learned steps, sampling), which needs a QLinear.
     """
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.")
-    _check(x, weight, bias)
-    if recipe.has_memory:
-        raise ConfigError(
-            f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
-            "Use narrowgauge.QLinear, or convert the model."
-        )
+    if not isinstance(recipe, Recipe) or recipe.has_memory:
+        imported(_REFUSALS, "refuse_recipe")(recipe)
+    _check(x, weight, bias, recipe)
     plan = plan_of(recipe, x.device, wrapper(x, weight))
     is_cpu = device_facts(x.device.type, x.device.index).type == "cpu"
     context = LinearContext(plan, _out_dtype(x), keeps_x=is_cpu and not plan.x.transposes)
@@ -80,6 +76,8 @@ class QLinear(nn.Linear):
     scaling: nn.ModuleDict | None
     steps: LearnedSteps | None
     sampling: RowSampling | None
+    __prepare_scriptable__ = imported(_TRANSFORMS, "refuse_script")  # looked for by torch.jit.script
+    qconfig = property(None, imported(_TRANSFORMS, "refuse_qconfig"))  # set by torch.ao.quantization
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | None = None,
@@ -133,9 +131,7 @@ class QLinear(nn.Linear):
 
             recipe = recipes.get(recipe)
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise ConfigError(
-                f"QLinear.recipe is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
-            )
+            imported(_REFUSALS, "refuse_recipe")(recipe, "QLinear.recipe")
         self.refuse(recipe)
         self.compute_as(recipe)
         self.reason, self.decision = "", None
@@ -242,12 +238,12 @@ class QLinear(nn.Linear):
         """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
         self._cache = WeightCache(casts, is_given=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not (compiling := is_compiling()):
+    def forward(self, input: Tensor) -> Tensor:
+        x, carried, compiling = input, self.carried, is_compiling()
+        if not compiling:
             self.__dict__["called"] = True  # past torch's `__setattr__`, which takes a microsecond
-        if self.frozen is not None and not compiling and not self.frozen.is_held_by(self):
-            self.frozen.drop(self)  # somebody gave it another weight
-        carried = self.carried
+            if self.frozen is not None and not self.frozen.is_held_by(self):
+                self.frozen.drop(self)  # somebody gave it another weight
         if carried is not None:
             if not compiling:
                 if self.frozen is None:
@@ -261,12 +257,14 @@ class QLinear(nn.Linear):
             from narrowgauge.nn.suspended_linear import suspended_linear
 
             return suspended_linear(x, original, self.bias)
+        if not isinstance(x, Tensor):
+            return imported(_TRANSFORMS, "leaf")(self, x)
         parameters = self._parameters  # a parametrized weight is none of them
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
         if self.frozen is not None:
             weight = plain(weight)
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
-        _check(x, weight, bias)
+        _check(x, weight, bias, self._recipe)
         apply: Any = LinearFunction.apply
         if not compiling:
             apply, x, weight = _APPLY, _UNWRAPPED(x), _UNWRAPPED(weight)
@@ -296,6 +294,8 @@ class QLinear(nn.Linear):
             if x.ndim != 2:
                 y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if local is None else local.wrap(y)
+        except RuntimeError as error:
+            raise imported(_TRANSFORMS, "explained")(error, x, weight, bias)  # noqa: B904
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
             if inputs is not None:
@@ -381,18 +381,12 @@ class QLinear(nn.Linear):
         if (scaling := self._modules.get("scaling")) is not None:
             windows: list[Any] = [scaling._modules.get(role) for role in PRODUCTS]
             return tuple([None if window is None else window._buffers["live"] for window in windows])
-        steps, sampling = self.steps, self.sampling
-        variance = None if sampling is None or not self.training else sampling.live
-        if steps is None:
+        variance = None if self.sampling is None or not self.training else self.sampling.live
+        if self.steps is None:
             return None, None, variance
-        fresh: dict[str, Tensor] = {}
-        if steps.is_cold:
-            from narrowgauge.nn.straight_through import steps_from_data
+        from narrowgauge.nn.straight_through import steps_in_use
 
-            fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, writes=self.training)
-        if self.training:  # they were written
-            fresh = {}
-        found = fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))
+        found = steps_in_use(self.steps, _rows(x), weight, context.plan.recipe, writes=self.training)
         if local is not None:
             found = local.step(found[0], "x"), local.step(found[1], "w")
         return *found, variance
@@ -472,19 +466,19 @@ def _out_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
     """Refuses in words what the products would compute wrongly or stumble over."""
-    transforms = not is_compiling() and (torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
-    fits = not transforms
+    fits = is_compiling() or not (
+        torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+        or torch.autograd.forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack()  # modes, as that of make_fx
+    )  # fmt: skip
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         is_dense = isinstance(tensor, Tensor) and tensor.dtype in _FLOATS and tensor.layout == torch.strided
         fits = fits and is_dense and not tensor.is_nested and tensor.device == x.device
     fits = fits and weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[1]
     if fits and (bias is None or (bias.ndim == 1 and bias.shape[0] == weight.shape[0])):
         return
-    from narrowgauge.nn.linear_refusals import refuse
-
-    refuse(x, weight, bias, _FLOATS)
+    imported(_REFUSALS, "refuse")(x, weight, bias, _FLOATS, recipe)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -9,21 +9,16 @@ from torch import Tensor
 
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.nn.transforms import refuse_active
+from narrowgauge.recipe import Recipe
 
 
-def refuse(x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.dtype, ...]) -> NoReturn:
-    """Raises ConfigError for what torch does around the Linear, ShapeError for what it was given."""
+def refuse(
+    x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.dtype, ...], recipe: Recipe | None
+) -> None:
+    """Raises TransformError for a transform without a rule, and ShapeError for operands that the products cannot take."""
     if not is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            raise ConfigError(
-                "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute "
-                "inside `with narrowgauge.suspended(model):`."
-            )
-        if torch._C._is_tracing():
-            raise ConfigError(
-                "linear: torch.jit.trace cannot record a recipe. Use torch.export, or trace inside "
-                "`with narrowgauge.suspended(model):`."
-            )
+        refuse_active(recipe, x=x, weight=weight, bias=bias)
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is None and name == "bias":
             continue
@@ -47,4 +42,17 @@ def refuse(x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.d
         raise ShapeError(f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.")
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
         raise ShapeError(f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].")
-    raise AssertionError(f"linear: nothing is wrong with x {list(x.shape)}, weight {list(weight.shape)}")
+
+
+def refuse_recipe(recipe: object, name: str = "") -> NoReturn:
+    """Raises ConfigError for a recipe that a layer (its attribute `name`) or the function `linear` does not take."""
+    if name:
+        raise ConfigError(
+            f"{name} is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
+        )
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.")
+    raise ConfigError(
+        f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
+        "Use narrowgauge.QLinear, or convert the model."
+    )

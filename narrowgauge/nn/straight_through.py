@@ -370,3 +370,13 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
         there = amax.isfinite() & (amax > 0)
         found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), there, writes)
     return found
+
+
+def steps_in_use(
+    steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The steps of x and of the weight, [1] each or None; in the cold start those of the data. Arguments: `steps_from_data`."""
+    fresh = steps_from_data(steps, x, weight, recipe, writes) if steps.is_cold else {}
+    if writes:  # the parameters hold them
+        fresh = {}
+    return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

@@ -21,6 +21,8 @@ def suspended_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiplies_slowly(x: Tensor, weight: Tensor) -> bool:
+    if not isinstance(x, Tensor):  # a Proxy of torch.fx
+        return False
     if x.device.type != "cpu" or x.dtype == torch.float64 or device_facts("cpu", None).bf16_gemm:
         return False
     if torch.is_autocast_enabled("cpu"):

@@ -33,9 +33,10 @@ class AmaxBuffers(Protocol):
 def update_amax(amax_state: Tensor, amax: Tensor, *, records: bool = True) -> Tensor:
     """Notes this tensor's amax [1, 1] in the state (if it records) and returns the amax [1, 1] to scale by.
 
-    That is the window's, or the tensor's own before the first step and when it is not finite.
+    That is the window's, or the tensor's own before the first step and when it is not finite. amax has no element if the tensor has
+    none, and counts as 0.
     """
-    amax = amax.reshape(1)
+    amax = amax.reshape(1) if amax.numel() else amax.new_zeros(1)
     finite = amax.isfinite()
     in_use, seen, nonfinite = amax_state.unbind()
     if records:

@@ -110,6 +110,8 @@ def _taken_apart(x: Tensor, cast: Cast, parts: list[Tensor], cols: bool) -> tupl
 def _by_kernels(
     x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
 ) -> list[Tensor]:
+    if x.numel() == 0:  # nothing to launch
+        return _by_definition(x, amax, format, tile, rule, headroom, cols)
     return _parts(*triton.both(x, of_words(format, (tile[0], tile[1]), rule, headroom), cols, amax))
 
 
@@ -125,6 +127,8 @@ def _by_definition(
 def _delayed_by_kernels(
     x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
 ) -> Four:
+    if x.numel() == 0:
+        return _delayed_by_definition(x, state, format, tile, rule, headroom, records, cols)
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
     rows, columns, amax = triton.pair(x, cast, state, records, cols, (None, None))
     return _four(amax, _parts(rows, columns))

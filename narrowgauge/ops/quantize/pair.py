@@ -116,7 +116,7 @@ def quantize_pair(
     noise: Two = (None, None),
     backend: str | None = None,
 ) -> Pair:
-    """x [outer, inner], not empty if delayed -> (x, x.T, amax) quantized by the same cast, see the module.
+    """x [outer, inner] -> (x, x.T, amax) quantized by the same cast, see the module.
 
     amax_state  [3] of the tensor's window, updated as `update_amax` does if it records; None: not delayed, and no amax
     cols        whether x.T is wanted too; else None
