@@ -14,19 +14,18 @@ import errno
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
 
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 
+LONGEST_REASON = 600  # characters
 DEPTH = 100  # levels of lists and objects; our own records have 12
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that may decode to text that UTF-8 cannot encode
 NOT_REGULAR = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -43,6 +42,7 @@ class Kind:
     most_bytes    of one file
     step          the next step for the user, as sentences
     error         class of the error for a file that cannot be used
+    refused       class of the error where the file system refuses, if it is another
     follow_links  whether a symbolic link may stand in the place of the file
     only_own      whether the file must belong to this user or to root, and nobody else may write to it
     form          returns a clause about a JSON value that does not fit, or ''
@@ -51,11 +51,14 @@ class Kind:
     most_bytes: int
     step: str
     error: type[NarrowgaugeError] = ConfigError
+    refused: type[NarrowgaugeError] | None = None
     follow_links: bool = False
     only_own: bool = False
     form: Callable[[Any], str] | None = None
 
     def refusal(self, path: Path, reason: str) -> NarrowgaugeError:
+        if len(reason) > LONGEST_REASON:  # it may quote the file
+            reason = f"{reason[:LONGEST_REASON]} ..."
         return self.error(f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}")
 
 
@@ -105,14 +108,10 @@ def strict_json(data: bytes | str) -> Any:
     """The value of JSON text. ValueError for anything else: NaN, infinite numbers, more than DEPTH levels, text that is not UTF-8."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = STRICT.decode(text)
         _refuse_depth(value)
-        if "\\u" in text and LONE_SURROGATE.search(text.encode()):
-            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(_not_utf8(error)) from None
-    except UnicodeEncodeError:
-        raise ValueError("a text holds half of a surrogate pair, which UTF-8 cannot encode") from None
     except RecursionError:
         raise ValueError(f"its lists and objects are more than {DEPTH} levels deep") from None
     except json.JSONDecodeError as error:
@@ -121,9 +120,9 @@ def strict_json(data: bytes | str) -> Any:
 
 
 def refuse_special_files(folder: Path, kind: Kind) -> None:
-    """The kind's error if a library would open a pipe, a device or a dangling link in `folder`, or a file above the limit.
+    """The kind's error if `folder` holds a pipe, a device, a dangling link, or a .json file above the limit.
 
-    For folders that a library reads by itself, as transformers reads a model. Looks at the files directly in the folder.
+    For folders that a library reads by itself, as transformers reads a model. Checks the files directly in the folder.
     """
     with _refusing(folder, kind):
         for entry in sorted(os.scandir(folder), key=lambda each: each.name):
@@ -133,7 +132,7 @@ def refuse_special_files(folder: Path, kind: Kind) -> None:
             except FileNotFoundError:
                 raise kind.refusal(path, "is a link to a file that is not there") from None
             if not stat.S_ISDIR(found.st_mode):
-                _refuse_stat(found, path, kind)
+                _refuse_stat(found, path, kind, limits_size=path.suffix == ".json")
 
 
 def _descriptor(path: Path, kind: Kind, flags: int) -> int:
@@ -170,12 +169,12 @@ def _refusing(path: Path, kind: Kind) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        words = str(error.strerror or error)
         if error.errno == errno.ELOOP and os.path.islink(path):
-            words = "it is a symbolic link, not a regular file"
-        elif error.errno == errno.ENXIO:
-            words = "it is a socket or a device, not a regular file"
-        raise kind.refusal(path, f"cannot be read: {words}") from error
+            raise kind.refusal(path, "cannot be read: it is a symbolic link, not a regular file") from error
+        if error.errno == errno.ENXIO:
+            raise kind.refusal(path, "cannot be read: it is a socket or a device, not a regular file") from error
+        refused = replace(kind, error=kind.refused or kind.error)
+        raise refused.refusal(path, f"cannot be read: {error.strerror or error}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -187,6 +186,9 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:40]} is larger than any float64")
     return value
+
+
+STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _refuse_depth(value: Any) -> None:

@@ -16,10 +16,12 @@ from typing import Any
 
 import yaml
 
+from narrowgauge import reading
 from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError, closest
 
 INSTALL = "narrowgauge evaluate --tasks needs the package 'lm-eval'. Run: pip install 'narrowgauge[evaluate]'."
+TASK = reading.Kind(most_bytes=reading.MIB, follow_links=True, step="Name a YAML file.")
 SEED = 1234  # as lm-eval's own: which examples are shown before the question
 Values = dict[str, dict[int, float]]  # metric -> number of the example -> its value
 
@@ -86,11 +88,11 @@ class LmTasks:
 
 def _refuse_no_task(file: Path) -> None:
     """ConfigError unless it can be read, and names a task."""
+    text = reading.text_of(file, TASK)
     try:
-        text = file.read_text(encoding="utf-8")
         names = [node.value for node, _ in getattr(yaml.compose(text), "value", ())]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else str(error).replace("\n", " ")
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        words = " ".join(str(error).split())
         raise ConfigError(
             f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file."
         ) from None
