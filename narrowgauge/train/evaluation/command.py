@@ -65,6 +65,7 @@ class Asked:
     limit: int = 0
     batch_size: int = 8
     device: str = "auto"
+    trust_task_code: bool = False
 
 
 def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
             f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. Leave --tasks out to score its own data."
         )
     dtype = asked.dtype or ("bfloat16" if asked.tasks else "")
-    tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size) if asked.tasks else None
+    tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size, asked.trust_task_code) if asked.tasks else None
     if dtype == "float16":
         tell(FP16_WARNING.format(words=f"recipe {saved.config.recipe}, precision {saved.config.precision}"))
     rows, passed_over = list[dict[str, Any]](), dict[str, str]()
