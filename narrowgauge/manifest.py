@@ -14,12 +14,11 @@ import hashlib
 import json
 import os
 import re
-import stat
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import storage
+from narrowgauge import reading, storage
 from narrowgauge.errors import CheckpointError
 
 FORMAT = 2
@@ -36,6 +35,9 @@ GROUP = re.compile(r"[a-z][a-z0-9_]{0,40}")
 FILE = re.compile(r"([a-z][a-z0-9_]{0,40})-\d+\.safetensors|facts\.json")
 RANK_FILE = re.compile(r"rank-\d{5,8}-\d+\.safetensors|index\.json")
 SAVE = re.compile(r"[0-9a-f]{32}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+LISTING = reading.Kind(most_bytes=64 * reading.MIB, error=CheckpointError, step="Restore the checkpoint.")
+PART = replace(LISTING, most_bytes=2**62)  # of a checkpoint: the manifest lists its size
 
 
 class NewerFormatError(CheckpointError):
@@ -80,6 +82,8 @@ class Manifest:
             is_foreign = not match or not (self.save or match[1] in (None, *self.groups))
             if is_foreign or listed.keys() != {"bytes", "sha256"}:
                 return f"lists a file {name!r}"
+            if type(listed["bytes"]) is not int or listed["bytes"] < 0 or not SHA256.fullmatch(listed["sha256"]):
+                return f"lists no size and SHA-256 of {name!r}"
         return ""
 
 
@@ -92,10 +96,10 @@ def read(folder: Path) -> Manifest:
     """The manifest of an existing checkpoint folder that holds the files it lists, and no others."""
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError(f"{folder}: is not a folder. Remove it, or restore the checkpoint.")
-    data = _read_plain(folder / NAME)
+    data = reading.bytes_of(folder / NAME, LISTING)
     reason = "was changed or cut"
     try:
-        body = json.loads(data)
+        body = reading.strict_json(data)
         if body["kind"] == KIND and isinstance(body["format"], int) and body["format"] > FORMAT:
             raise NewerFormatError(
                 f"{folder}: has format {body['format']}, but this narrowgauge reads formats up to {FORMAT}. "
@@ -116,28 +120,28 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
+def fingerprint(folder: Path) -> str:
+    """The SHA-256 that the manifest of a checkpoint gives itself: it names the bytes of all of its files."""
+    return str(json.loads(read(folder).signed())["sha256"])
+
+
 def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
     """The bytes of a file that the manifest lists, once they are known to be the ones that were written."""
-    data = _read_plain(folder / name)
-    found, expected = listed(data), manifest.files[name]
+    expected = manifest.files[name]
+    with reading.opened(folder / name, PART) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected["bytes"]:  # without reading it: a sparse file may be larger than memory
+            raise CheckpointError(
+                f"{folder / name}: was changed: {size} bytes, not {expected['bytes']}. Restore the checkpoint."
+            )
+        data = file.read(size)
+    found = listed(data)
     if found != expected:
         raise CheckpointError(
             f"{folder / name}: was changed: {found['bytes']} bytes with SHA-256 {found['sha256'][:12]}..., "
             f"not {expected['bytes']} with {str(expected['sha256'])[:12]}.... Restore the checkpoint."
         )
     return data
-
-
-def _read_plain(path: Path) -> bytes:
-    """The bytes of a regular file; a link, pipe or folder in its place is refused before anything is read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path}: is not a regular file. Restore the checkpoint.")
-            return file.read()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}. Restore the checkpoint.") from error
 
 
 def verify(path: Path) -> None:

@@ -69,9 +69,10 @@ def probe(folder: Path) -> None:
 
 def flush(path: Path) -> None:
     """Waits until the content of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):  # a pipe has nothing on a disk
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -80,7 +81,7 @@ def flush_tree(folder: Path) -> None:
     """Syncs all files and folders below `folder`, and `folder` itself; of links the name alone."""
     for place, _, files in os.walk(folder, topdown=False):
         for path in (Path(place, name) for name in files):
-            if not path.is_symlink():
+            if stat.S_ISREG(path.lstat().st_mode):
                 flush(path)
         flush(Path(place))
 
@@ -219,7 +220,7 @@ def locked(path: Path, needed: bool = True) -> Iterator[None]:
 
     BlockingIOError if another process holds it, OSError on a file system without locks; neither if it is not `needed`.
     """
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         with suppress(*(() if needed else (OSError,))):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

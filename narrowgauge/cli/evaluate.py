@@ -16,6 +16,7 @@ def evaluate(
     limit: int = 0,
     batch_size: int = 8,
     device: str = "auto",
+    trust_task_code: bool = False,
     json: bool = False,
 ) -> int:
     """Score the checkpoints of a run, narrow and in 16 bits, on its validation data or on tasks of lm-eval.
@@ -36,6 +37,8 @@ def evaluate(
         Examples of a task at a time.
     device
         auto, cpu, cuda or cuda:N.
+    trust_task_code
+        Let task files run Python code of their own: functions beside them, metrics of other names, free templates.
     json
         Print the result as JSON.
     """
@@ -43,7 +46,7 @@ def evaluate(
     from narrowgauge.train.evaluation.command import evaluate as scored
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
-    result = scored(run, Asked(names, checkpoints, dtype, limit, batch_size, device))
+    result = scored(run, Asked(names, checkpoints, dtype, limit, batch_size, device, trust_task_code))
     text = result.pop("text")
     print(json_format.dumps(result, indent=2) if json else text)
     return 0

@@ -5,6 +5,7 @@ change on resuming or branching before torch is imported, and unknown recipes be
 """
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
@@ -52,8 +53,8 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     from_flags = {key: (value, flag(key)) for key, value in keys.items()}
     config = resolved(toml.build(_from_file(path, given), from_flags))
     folder = run_folder.RunFolder(Path(config.output))
-    if config.resume and folder.config.exists() and (folder.has_run() or not config.parent):
-        run_folder.refuse_other_run(toml.load(folder.config), config)
+    if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
+        run_folder.refuse_other_run(toml.load_stored(folder.config), config)
     elif config.parent and not folder.has_run():
         place.refuse(place.settings_of(place.Place.of(config.parent).run), config)
     return config
@@ -67,8 +68,8 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     stored, parent = run_folder.RunFolder(Path(output)).config, str(given.get("parent") or "")
     if parent and not (given.get("resume") and run_folder.RunFolder(Path(output)).has_run()):
         return place.inherited(place.Place.of(parent).run, given)
-    if given.get("resume") and stored.exists():
-        return {**toml.read(stored), "output": (output, "")}
+    if given.get("resume") and os.path.lexists(stored):
+        return {**toml.read_stored(stored), "output": (output, "")}
     if given.get("resume") and set(given) <= {"resume", "output"}:  # no user wants a run of pure defaults
         raise ConfigError(
             f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import statistics
 import types
 import warnings
@@ -32,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes
+from narrowgauge import reading, recipes
+from narrowgauge.errors import StorageError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.cpp.build import cache_folder
 from narrowgauge.storage import publish, temporary, write_synced
@@ -42,6 +44,7 @@ SLICE_S = 0.02  # of one candidate in one round
 WARM_UPS = 3
 INPUT_SETS = 3
 FORMAT = 1  # of the file of measurements
+MEASURED = reading.Kind(most_bytes=64 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
 
 Step = Callable[[int], None]  # one forward and backward on the n-th set of inputs
 Clock = Callable[[Step, int], float]  # seconds of so many steps
@@ -193,15 +196,15 @@ def user_cache() -> Path:
 def cached(path: Path) -> dict[str, dict[str, float]]:
     """Key -> candidate -> seconds; {} if the file is missing, or damaged (with a warning)."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if not os.path.lexists(path):
+            return {}
+        content = reading.json_of(path, MEASURED)
         if content["format"] != FORMAT:
             raise ValueError("another format")
         found: dict[str, dict[str, float]] = {key: dict(each) for key, each in content["measured"].items()}
         if not all(math.isfinite(s) and s > 0 for each in found.values() for s in each.values()):
             raise ValueError("not a number of seconds")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(
             f"{path}: is damaged ({type(error).__name__}) and was ignored; recipe 'auto' measures anew and replaces it.",
             stacklevel=2,
@@ -218,6 +221,7 @@ def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
     draft = temporary(path)
     try:
         write_synced(draft, json.dumps(content, indent=1).encode())
+        draft.chmod(0o600)  # whatever the umask: `cached` refuses what others may write to
         publish(draft, path)
     except OSError as error:
         warnings.warn(f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2)

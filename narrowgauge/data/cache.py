@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,12 +23,16 @@ from typing import Any
 
 import numpy as np
 
+from narrowgauge import reading
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
 from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
 
 FORMAT = 2  # of the files; part of the key
 INDEX = "index.json"
+ENTRY = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Remove it")
+ARRAY = reading.Kind(most_bytes=2**62, error=StorageError, step="Remove it")  # the index lists its size
+ARRAY_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")  # no path leaves the entry's folder
 Values = np.ndarray[Any, np.dtype[Any]]
 Append = Callable[[str, Values], None]  # append(array name, values)
 
@@ -69,15 +74,17 @@ class Entry:
     def arrays(self) -> dict[str, Values]:
         """One-dimensional, memory-mapped and read-only, by name."""
         files = {name: self.path / f"{name}.bin" for name in self.dtypes}
-        return {  # an empty file cannot be mapped
-            name: np.memmap(file, self.dtypes[name], mode="r")
-            if file.stat().st_size
-            else np.empty(0, self.dtypes[name])
-            for name, file in files.items()
-        }
+        return {name: _mapped(file, self.dtypes[name]) for name, file in files.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "arrays"}
+
+
+def _mapped(path: Path, dtype: str) -> Values:
+    with reading.opened(path, ARRAY) as file:
+        if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+            return np.empty(0, dtype)
+        return np.memmap(file, dtype, mode="r")
 
 
 def cached(
@@ -163,25 +170,48 @@ def _write(
 
 def open_entry(path: Path) -> Entry | None:
     """The entry at `path`; None if it is missing. Raises Damaged if its bytes have changed or belong to another key."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
-        index = json.loads((path / INDEX).read_bytes())
-        if index.pop("checksum") != _checksum(index) or index["name"] != path.name:
+        index = reading.strict_json(_bytes(path / INDEX, ENTRY))
+        if (
+            index.pop("checksum") != _checksum(index)
+            or index["name"] != path.name
+            or not isinstance(index["facts"], dict)
+        ):
             raise ValueError
         for name, held in index["files"].items():
-            place = path / f"{name}.bin"
-            with place.open("rb") as file:
-                size, digest = place.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-            if size != held["bytes"]:
-                raise Damaged(f"{shown(place)} has {size} bytes, not {held['bytes']}")
-            if digest != held["sha256"]:
-                raise Damaged(f"{shown(place)} does not match its SHA-256")
-    except FileNotFoundError as error:
-        raise Damaged(f"{shown(error.filename)} is missing") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            if not ARRAY_NAME.fullmatch(name):
+                raise ValueError
+            np.dtype(held["dtype"])
+            _verify(path / f"{name}.bin", held)
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(f"{shown(path / INDEX)} does not match its checksum") from None
     return Entry(path, {name: held["dtype"] for name, held in index["files"].items()}, index["facts"])
+
+
+def _bytes(path: Path, kind: reading.Kind) -> bytes:
+    if not os.path.lexists(path):
+        raise Damaged(f"{shown(path)} is missing")
+    try:
+        return reading.bytes_of(path, kind)
+    except StorageError as error:
+        raise Damaged(str(error).rstrip(". ")) from None
+
+
+def _verify(path: Path, held: Mapping[str, Any]) -> None:
+    """Damaged unless a file has the bytes that the index lists."""
+    if not os.path.lexists(path):
+        raise Damaged(f"{shown(path)} is missing")
+    try:
+        with reading.opened(path, ARRAY) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != held["bytes"]:
+                raise Damaged(f"{shown(path)} has {size} bytes, not {held['bytes']}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != held["sha256"]:
+                raise Damaged(f"{shown(path)} does not match its SHA-256")
+    except StorageError as error:
+        raise Damaged(str(error).rstrip(". ")) from None
 
 
 def _is_whole(path: Path) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from narrowgauge import reading
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
@@ -29,7 +30,7 @@ from narrowgauge.data.sources import files_of, records
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
-from narrowgauge.data.text import readable, shown
+from narrowgauge.data.text import USERS, shown
 from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class _Job:
         """SHA-256 over the bytes of the files in reading order."""
         digest = hashlib.sha256()
         for path in files_of(os.fspath(self.source)):
-            with readable(path), path.open("rb") as file:
+            with reading.opened(path, USERS) as file:
                 digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 

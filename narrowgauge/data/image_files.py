@@ -16,14 +16,22 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from narrowgauge import reading
 from narrowgauge.data.sources import below, files_of, records
 from narrowgauge.data.tables import JSON_TYPES, Record
 from narrowgauge.data.text import readable, reason, shown
-from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PICTURE = reading.Kind(
+    most_bytes=reading.GIB,
+    error=DataError,
+    refused=StorageError,
+    follow_links=True,
+    step="Make the picture smaller, or remove it.",
+)
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"})
 WIDE_MODES = ("I", "F")  # Pillow's modes of more than 8 bits begin so; its conversion to 8 bits clips them
@@ -41,8 +49,7 @@ class Picture(NamedTuple):
             return self.source
         if not self.source.is_file():
             raise DataError(f"{self.row.origin}: there is no picture {shown(self.source)}. Correct the path.")
-        with readable(self.source):
-            return self.source.read_bytes()
+        return reading.bytes_of(self.source, PICTURE)
 
 
 def pictures(

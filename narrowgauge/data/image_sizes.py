@@ -19,14 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge import reading
 from narrowgauge.data.cache import Values
-from narrowgauge.data.text import readable, shown
 from narrowgauge.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FILE = "preprocessor_config.json"
+SETTINGS = reading.Kind(
+    most_bytes=reading.MIB,
+    follow_links=True,
+    step="Correct it, or remove it and set image_size: pictures are then resized to it, with values from -1 to 1.",
+)
 BILINEAR = 2  # Pillow's number of it
 RESAMPLES = range(6)  # Pillow's, from nearest to hamming
 WHOLE_BELOW = 384  # ConvNeXt resizes to the whole crop from there on
@@ -59,16 +64,12 @@ class Preprocessing:
     @classmethod
     def of_file(cls, path: Path, channels: int) -> Self:
         """As a `preprocessor_config.json` says. ConfigError for steps that are not known here."""
+        known = reading.json_of(path, SETTINGS)
         try:
-            with readable(path):
-                known = json.loads(path.read_bytes())
             return cls.of(known, channels)
-        except (ConfigError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ConfigError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"{shown(path)}: {why}. Correct it, or remove it and set image_size: pictures are then resized to it, with values from "
-                "-1 to 1."
-            ) from None
+            raise SETTINGS.refusal(path, why) from None
 
     @classmethod
     def of(cls, known: Mapping[str, Any], channels: int) -> Self:

@@ -7,15 +7,22 @@ Each question becomes a row with the columns id, question, context and answers. 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import reading
 from narrowgauge.data.tables import Record, chosen_columns
-from narrowgauge.data.text import readable, shown
-from narrowgauge.errors import DataError
+from narrowgauge.data.text import shown
+from narrowgauge.errors import DataError, StorageError
 
+WHOLE = reading.Kind(
+    most_bytes=4 * reading.GIB,
+    error=DataError,
+    refused=StorageError,
+    follow_links=True,
+    step="Download the file again, or pass a table (JSONL).",
+)
 COLUMNS = ("id", "question", "context", "answers")
 
 
@@ -23,14 +30,7 @@ def squad_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
     """The questions of a file in their order. Raises DataError with the place in the file for what is not SQuAD's form."""
     name = shown(path)
     chosen = chosen_columns(columns, COLUMNS, COLUMNS, name)
-    with readable(path):
-        raw = path.read_bytes()
-    try:
-        whole = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{name}: is not valid JSON: {error}. Download the file again, or pass a table (JSONL)."
-        ) from None
+    whole = reading.json_of(path, WHOLE)
     for article in _listed(whole, name, "data"):
         for paragraph in _listed(*article, "paragraphs"):
             context = _held(*paragraph, "context")

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowgauge.data.text import lines, reason, shown, too_long
+from narrowgauge import reading
+from narrowgauge.data.text import USERS, lines, reason, shown, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
 
 CONVENTIONAL_COLUMN = "text"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLES = frozenset({".jsonl", ".ndjson", ".parquet", *DELIMITERS})
 SHOWN_COLUMNS = 20
+SHOWN_CHARACTERS = 80  # of the name of a column
 PARQUET_ROWS = 256  # rows decoded at a time
 ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string")  # names of Arrow's string types, also string_view
 JSON_TYPES = {
@@ -62,7 +64,7 @@ def refuse_half_a_pair(value: str, where: str) -> None:
 
 def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
     """The columns to read: those named, else 'text', else the only one of `texts`, which hold strings. Else DataError."""
-    listing = ", ".join(map(repr, found[:SHOWN_COLUMNS])) + (", ..." if found[SHOWN_COLUMNS:] else "")
+    listing = ", ".join(map(_short, found[:SHOWN_COLUMNS])) + (", ..." if found[SHOWN_COLUMNS:] else "")
     for column in columns or ():
         if column not in found:
             near = closest(column, found)
@@ -77,6 +79,10 @@ def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str],
     if len(texts) > 1:
         raise DataError(f"{where}: which column holds the text? Name it with `column`, one of {listing}.")
     return list(texts)
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= SHOWN_CHARACTERS else f"{name[:SHOWN_CHARACTERS]}...")
 
 
 def table_rows(
@@ -199,6 +205,8 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
     except ImportError:
         raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
     name, first = shown(path), 1
+    with reading.opened(path, USERS):  # a regular file: pyarrow would wait for a pipe
+        pass
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow

@@ -12,8 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from narrowgauge import reading
 from narrowgauge.errors import DataError, StorageError
 
+# A file that the user names as data: of any size, since it is read in parts, and perhaps behind a link.
+USERS = reading.Kind(
+    most_bytes=2**62, error=DataError, refused=StorageError, follow_links=True, step="Pass a file, a folder or a glob."
+)
 LIMIT_BYTES = 256 * 2**20  # per document: more than any book
 CHUNK_BYTES = 2**20
 # The memory of a tokenizer grows with the text per call, and one text uses one core; pieces bound the memory and use all cores.
@@ -67,11 +72,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise DataError(
             f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first."
         )
-    with readable(path, "opened"):
-        if not path.is_file():
-            raise DataError(f"{shown(path)}: not a regular file. Pass a file, a folder or a glob.")
-        file = path.open("rb")
-    with file, readable(path, step="Check the disk."):
+    with reading.opened(path, USERS) as file:
         head = file.read(8)
         for magic, meaning in MAGIC.items():
             if head.startswith(magic):

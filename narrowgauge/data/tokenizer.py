@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from narrowgauge import reading
 from narrowgauge.data.cache import new_folder
 from narrowgauge.data.text import pieces, reason, shown
 from narrowgauge.errors import ConfigError, DataError, closest
@@ -28,6 +29,12 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 256 + 1  # all bytes and the end of text, so that any text can be encoded
 SAMPLE_BYTES = 16 * 2**20  # bounds time and memory; holds the whole standard library
 MINIMUM_FREQUENCY = 2  # of a merged pair
+OF_TOKENIZERS = reading.Kind(
+    most_bytes=reading.GIB,
+    error=DataError,
+    follow_links=True,
+    step="Pass a folder with tokenizer.json, or a model's name on the Hub.",
+)
 SEAL = "narrowgauge-bpe.json"  # holds the fingerprint of the saved tokenizer
 
 
@@ -130,7 +137,7 @@ def _sealed(path: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer at `path`, if it is there and as it was saved."""
     try:
         tokenizer = load(path)
-        is_whole = json.loads((path / SEAL).read_bytes())["fingerprint"] == fingerprint(tokenizer)
+        is_whole = reading.json_of(path / SEAL, OF_TOKENIZERS)["fingerprint"] == fingerprint(tokenizer)
         return tokenizer if is_whole else None
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
@@ -147,6 +154,8 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{shown(name)}: no such folder. {_closest_folder(name)}Pass a folder with tokenizer.json, or a name on the Hub."
         )
+    if os.path.isdir(name):
+        reading.refuse_special_files(Path(name), OF_TOKENIZERS)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the libraries raise bare Exception for a malformed file

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.diagnose.format_text import count, decimals, loss_value, plural, signed
+from narrowgauge.diagnose.forms import listed, number, record, refuse, table, text
 from narrowgauge.diagnose.same_curve import DIFFERS, SAME, SMALL, UNKNOWN, SameCurve, judge
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
@@ -40,6 +41,24 @@ def chain(recipe: str) -> list[str]:
     while (recipe := MORE_CONSERVATIVE.get(recipe, "")) and recipe not in found:
         found.append(recipe)
     return found
+
+
+TAKEN = record(
+    {
+        "rungs": listed(
+            record(
+                {"name": text},
+                {
+                    "losses": listed(number(finite=False)),
+                    "lost": number(0, whole=True),
+                    "refused": text,
+                    "spent_s": number(0),
+                },
+            )
+        ),
+        "scores": table(table(number(finite=False))),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +224,9 @@ class Ladder:
         return {**own, "rungs": rungs, "scores": self.scores}
 
     def take_up(self, facts: Mapping[str, Any]) -> None:
-        """The rungs and scores of `facts`."""
+        """The rungs and scores of `facts`. ValueError for what `facts` of a ladder cannot be."""
+        if problem := refuse(facts, TAKEN):
+            raise ValueError(problem)
         self.rungs = {each["name"]: Rung(**each) for each in facts["rungs"]}
         self.scores = facts["scores"]
 

@@ -9,6 +9,7 @@ What a branch is of stands in its run.json (docs/architecture.md). The parent ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -106,7 +107,7 @@ class Compared:
 
 def read(folder: Path) -> Member:
     """A run folder. ConfigError if it is none."""
-    if not (folder / "run.json").is_file():
+    if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.")
     return Member(folder=folder, run=read_run(folder / "run.json"), events=read_metrics(folder / "metrics.jsonl"))

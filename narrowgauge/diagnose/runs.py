@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import reading
 from narrowgauge.diagnose.forms import Form, anything, either, listed, number, one_of, record, refuse, table, text
 from narrowgauge.errors import ConfigError
 
@@ -132,6 +134,14 @@ RUN = record(
 )  # fmt: skip
 
 
+METRICS = reading.Kind(most_bytes=4 * reading.GIB, step="Name a folder that narrowgauge train wrote.")
+RECORD = reading.Kind(
+    most_bytes=64 * reading.MIB,
+    step="Name a folder that narrowgauge train wrote. If it is one, restore a copy of the file; or remove it and continue the run with "
+    '--resume, which writes it again without the facts of the first start and chooses again where recipe "auto" chose.',
+)
+
+
 def encode(entry: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict ASCII JSON of a record, on one line unless indented."""
     return json.dumps(_named(entry), allow_nan=False, indent=indent)
@@ -150,22 +160,20 @@ def _named(value: Any) -> Any:
 def decode(line: str | bytes) -> dict[str, Any]:
     """The record that `encode` wrote. Raises ValueError if it is not strict JSON, TypeError if it is not an object."""
 
-    def refuse_constant(name: str) -> float:
-        raise ValueError(f"{name} is not JSON")
-
-    entry = json.loads(line, parse_constant=refuse_constant)
+    entry = reading.strict_json(line)
     if not isinstance(entry, dict):
         raise TypeError("not a JSON object")
-    return dict(_numbers(entry))
+    return dict(numbers(entry))
 
 
-def _numbers(value: Any) -> Any:
+def numbers(value: Any) -> Any:
+    """A value of strict JSON with the floats that `encode` named."""
     if isinstance(value, str):
         return NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: value if key in TEXT_KEYS else _numbers(value) for key, value in value.items()}
+        return {key: value if key in TEXT_KEYS else numbers(value) for key, value in value.items()}
     if isinstance(value, list):
-        return [_numbers(each) for each in value]
+        return [numbers(each) for each in value]
     return value
 
 
@@ -181,12 +189,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     that agree in (event, step, module, role, switch), or of spikes in what they left out, the last one counts. Skips a last line that a
     crash cut short. Raises ConfigError if any other line is not an event.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    except OSError as error:
-        raise _unreadable(path, error) from None
+    lines = reading.bytes_of(path, METRICS).split(b"\n")[:-1]
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     reached = 0
     for place, line in enumerate(lines, start=1):
@@ -200,7 +205,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             step = event["step"]
             if kind == "step" and step <= reached:
                 raise ValueError(f"step = {step} comes after step {reached}, but only a resumption goes back")
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
         if kind in ("resume", "rewind"):
             events = {key: each for key, each in events.items() if each["step"] <= step or _stays(each, event)}
@@ -225,21 +230,14 @@ def _stays(earlier: Mapping[str, Any], back: Mapping[str, Any]) -> bool:
     return bool(left_out) and set(left_out) <= set(back.get("left_out", []))
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote.")
-
-
 def read_run(path: Path) -> dict[str, Any]:
     """The contents of a run.json. Raises ConfigError if it is missing or damaged."""
+    data = reading.bytes_of(path, RECORD)
     try:
-        run = decode(path.read_bytes())
-        if not (problem := refuse(run, RUN)):
-            return run
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except (ValueError, TypeError, RecursionError) as error:
+        run = decode(data)
+        problem = refuse(run, RUN)
+    except (ValueError, TypeError) as error:
         problem = str(error)
-    raise ConfigError(
-        f"{path}: damaged: {problem}. Restore a copy of it; or remove it and continue the run with --resume, which writes it again "
-        'without the facts of the first start and chooses again where recipe "auto" chose.'
-    )
+    if problem:
+        raise RECORD.refusal(path, f"is damaged: {problem}")
+    return run

@@ -9,20 +9,23 @@ safetensors lacks are stored as bytes (uint8). Paths and values are those of `st
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import manifest
+from narrowgauge import manifest, reading
 from narrowgauge.distributed import state_tree
 from narrowgauge.errors import CheckpointError
 from narrowgauge.manifest import DTYPES, FACTS, INDEX, Manifest
@@ -33,6 +36,10 @@ STORABLE = {name: getattr(torch, name) for name in DTYPES} | {
     str(each).removeprefix("torch."): each for each in AS_BYTES
 }
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError)
+
+METADATA = "__metadata__"  # of a safetensors header: text by key
+MOST_CUT_AXES = 8  # of one tensor; a mesh of tp and fsdp cuts two
+HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 Box = tuple[int, ...]
 
@@ -112,7 +119,7 @@ def read(folder: Path, listing: Manifest) -> Index:
     """The index of a checkpoint whose files have been verified, of either format."""
     try:
         if listing.save:
-            return _parse(json.loads(manifest.read_file(folder, INDEX, listing)), listing)
+            return _parse(reading.strict_json(manifest.read_file(folder, INDEX, listing)), listing)
         return _of_one_process(folder, listing)
     except UNREADABLE as error:
         raise CheckpointError(
@@ -145,12 +152,30 @@ def _stored(name: str, entry: Any, listing: Manifest) -> Stored:
         if file not in listing.files or any(end > most for end, most in zip(ends, shape, strict=True)):
             raise ValueError(f"{name!r} has a chunk outside of it, or in a file that is not listed")
         chunks.append(chunk)
-    held = sum(math.prod(chunk.sizes) for chunk in chunks)
-    places = {chunk.offsets for chunk in chunks if math.prod(chunk.sizes)}
-    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    if held != math.prod(shape) or len(places) != len(filled):
-        raise ValueError(f"the chunks of {name!r} do not fill it")
+    if not _is_filled_once(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+        raise ValueError(f"the chunks of {name!r} do not fill it, or overlap")
     return Stored(list(entry["path"]), STORABLE[entry["dtype"]], shape, chunks)
+
+
+def _is_filled_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
+    """Whether boxes (offsets, sizes) inside `shape` hold each of its elements exactly once.
+
+    Compares mixed differences: that of a box's indicator function is (-1)^(number of far ends) at each of its corners. They add up to
+    the corners of the whole if and only if the indicator functions add up to 1 everywhere. Cost: boxes x 2^(axes that are cut).
+    """
+    filled = [box for box in boxes if math.prod(box[1])]
+    if not math.prod(shape):
+        return not filled
+    whole = ((0,) * len(shape), shape)
+    cut = [axis for axis, length in enumerate(shape) if any(sizes[axis] != length for _, sizes in filled)]
+    if len(cut) > MOST_CUT_AXES:
+        raise ValueError(f"its chunks cut {len(cut)} axes, and at most {MOST_CUT_AXES} are read")
+    sums: Counter[Box] = Counter()
+    for (offsets, sizes), sign in (*((box, 1) for box in filled), (whole, -1)):
+        for far in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[axis] + end * sizes[axis] for axis, end in zip(cut, far, strict=True))
+            sums[corner] += -sign if sum(far) % 2 else sign
+    return not any(sums.values())
 
 
 def _box(numbers: Any) -> Box:
@@ -165,19 +190,32 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
     for file in listing.files:
         if file != FACTS:
             group = file.rpartition("-")[0]
-            with safetensors.safe_open(folder / file, "pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  it is no dict
-                    tensor = opened.get_tensor(key)
-                    shape = tuple(tensor.shape)
+            for key, entry in _header(folder / file).items():
+                if key != METADATA:
+                    shape = _box(entry["shape"])
                     chunk = Chunk((0,) * len(shape), shape, file, key)
-                    tensors[f"{group}.{key}"] = Stored([group, key], tensor.dtype, shape, [chunk])
+                    tensors[f"{group}.{key}"] = Stored([group, key], _header_dtypes()[entry["dtype"]], shape, [chunk])
     for group, ties in listing.ties.items():
         for name, first in ties.items():
             tied = tensors[f"{group}.{first}"]
             tensors[f"{group}.{name}"] = Stored([group, name], tied.dtype, tied.shape, tied.chunks)
-    facts = json.loads(manifest.read_file(folder, FACTS, listing))
+    facts = reading.strict_json(manifest.read_file(folder, FACTS, listing))
     flat = state_tree.flatten({"facts": facts})
     return Index(tensors, flat.values, {name: stored.path for name, stored in tensors.items()} | flat.paths)
+
+
+def refuse_other_chunks(path: Path, chunks: Sequence[tuple[str, Stored, Chunk]]) -> None:
+    """CheckpointError unless the header of a file has the chunks that the index expects there, in type and shape."""
+    try:
+        header = _header(path) if chunks else {}
+        for _, stored, chunk in chunks:
+            entry = header.get(chunk.key)
+            found = None if entry is None else (_header_dtypes()[entry["dtype"]], _box(entry["shape"]))
+            _refuse_other_form(path, stored, chunk, found)
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{path}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+        ) from error
 
 
 def shard(folder: Path, file: str, listing: Manifest) -> dict[str, Tensor]:
@@ -201,25 +239,52 @@ def verified(folder: Path, file: str, listing: Manifest) -> bytes:
 def _foreign(path: Path, listing: Manifest) -> str:
     """If a changed file is a whole shard of another checkpoint: a sentence that says so."""
     try:
-        with safetensors.safe_open(path, "pt") as opened:
-            told = opened.metadata() or {}
-    except (OSError, SafetensorError):
+        told = _header(path).get(METADATA) or {}
+        save, step = told.get("save", listing.save), told.get("step")
+    except (CheckpointError, *UNREADABLE):
         return ""
-    if not listing.save or told.get("save", listing.save) == listing.save:
+    if not listing.save or save == listing.save:
         return ""
-    return f" It belongs to another checkpoint, of step {told.get('step')}."
+    return f" It belongs to another checkpoint, of step {step}."
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: its length in 8 bytes, little-endian, then the text. Reads nothing else."""
+    with reading.opened(path, manifest.PART) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(HEADER_BYTES, os.fstat(file.fileno()).st_size):
+            raise ValueError(f"its header would have {length} bytes")
+        header = reading.strict_json(file.read(length))
+    if not isinstance(header, dict):
+        raise TypeError("its header is no JSON object")
+    return header
+
+
+@cache
+def _header_dtypes() -> dict[str, torch.dtype]:
+    """safetensors' names of types, as it writes them itself."""
+    found: dict[str, torch.dtype] = {}
+    for name in DTYPES:
+        data = safetensors.torch.save({"t": torch.empty(0, dtype=getattr(torch, name))})
+        found[json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["t"]["dtype"]] = getattr(torch, name)
+    return found
 
 
 def piece(shards: Mapping[str, Tensor], stored: Stored, chunk: Chunk, path: Path) -> Tensor:
     """A chunk, from the tensors of its file."""
     found = shards.get(chunk.key)
+    _refuse_other_form(path, stored, chunk, None if found is None else (found.dtype, tuple(found.shape)))
+    return shards[chunk.key].view(stored.dtype)
+
+
+def _refuse_other_form(path: Path, stored: Stored, chunk: Chunk, found: tuple[torch.dtype, Box] | None) -> None:
+    """CheckpointError unless a chunk was found in its file with this type and shape."""
     expected = torch.uint8 if stored.dtype in AS_BYTES else stored.dtype
-    if found is None or found.dtype != expected or tuple(found.shape) != chunk.sizes:
-        form = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+    if found != (expected, chunk.sizes):
+        form = "nothing" if found is None else f"{found[0]} {list(found[1])}"
         raise CheckpointError(
             f"{path}: has {form} under {chunk.key!r}, not {expected} {list(chunk.sizes)} as the index says. Restore the checkpoint."
         )
-    return found.view(stored.dtype)
 
 
 def by_file(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, list[tuple[str, Stored, Chunk]]]]:

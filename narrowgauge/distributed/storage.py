@@ -96,9 +96,14 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
     found = together(look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint")
 
     def check() -> Index:
-        for name in _share(found[0], rank, world):
+        own = _share(found[0], rank, world)
+        for name in own:
             indexes.verified(folder, name, found[0])
-        return indexes.read(folder, found[0])
+        index = indexes.read(folder, found[0])
+        chunks = dict(indexes.by_file(index.tensors))
+        for name in own:
+            indexes.refuse_other_chunks(folder / name, chunks.get(name, ()))
+        return index
 
     return folder, found[0], together(check, process_group)
 

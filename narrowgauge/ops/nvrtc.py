@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge import reading
 from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp.build import cache_folder, digest, is_whole
+from narrowgauge.ops.cpp.build import BUILT, cache_folder, digest, is_whole
 from narrowgauge.ops.registry import constant_while_compiling
 
 # No fused multiply-add where two roundings are written: the numbers are part of the contract.
@@ -121,11 +122,12 @@ class Source:
         stem = f"{Path(self.file).stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
         place = cache_folder()
         if (found := next(filter(is_whole, sorted(place.glob(f"{stem}-*.cubin"))), None)) is not None:
-            return found.read_bytes()
+            return reading.bytes_of(found, BUILT)
         made, _ = compiled(self.file, self.text, capability)
         target = place / f"{stem}-{digest(made)}.cubin"
         draft = target.with_suffix(f".{id(made)}")
         draft.write_bytes(made)
+        draft.chmod(0o600)  # whatever the umask: `is_whole` refuses what others may write to
         draft.replace(target)
         return made
 

@@ -26,6 +26,7 @@ from narrowgauge.memory.segments import SegmentMember
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.trace import Recorder, Trace, recording
+from narrowgauge.structure import other_weights
 
 PARTS = ("weights", "codes", "gradients", "states", "saved", "head", "batch", "transient")
 
@@ -58,6 +59,7 @@ class Count:
     second  where the second step begins in trace.events
     head_weights  bytes of the weight of an output head that is its own
     differing  why its blocks do not repeat each other, a clause, or ''
+    notes      sentences without a full stop on what was counted in another type
     """
 
     trace: Trace
@@ -65,6 +67,7 @@ class Count:
     second: int
     head_weights: int = 0
     differing: str = ""
+    notes: tuple[str, ...] = ()
 
     def peak(self, start: int = 0) -> tuple[int, dict[str, int]]:
         """(bytes, by part) at the largest moment from event `start` on; bytes as asked for, not as an allocator rounds them."""
@@ -114,7 +117,22 @@ def count(build: Callable[[], Step], device: Device) -> Count:
         _one_step(step, recorder)
         second = len(trace.events)
         _one_step(step, recorder)
-        return Count(trace, blocks, second, _head_weights(model), _differing(model))
+        return Count(trace, blocks, second, _head_weights(model), _differing(model), tuple(_of_experts(model)))
+
+
+def _of_experts(model: nn.Module) -> Iterator[str]:
+    """A sentence on fused experts, which no recipe converts, and autocast does not touch."""
+    types: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for weight, shape, _ in other_weights(name, module):
+            if " experts of " in shape:
+                parameter = getattr(module, weight.rpartition(".")[2])
+                types.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(f"{weight}, {shape}")
+    for dtype, found in types.items():
+        yield (
+            f"the experts in {len(found)} parameters (the first: {found[0]}) share one parameter, which no recipe converts: their products "
+            f"are counted in {dtype}"
+        )
 
 
 def _differing(model: nn.Module) -> str:

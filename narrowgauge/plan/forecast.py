@@ -107,6 +107,7 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
         return Forecast(
             moments=tuple(found), counted=words, reserved=found[-1].reserved, reserved_error=RESERVED_ERROR, on_gpu=on_gpu,
             block_weights=_weights(found) // layers if layers else 0, head_weights=counted.head_weights, work=tally(counted),
+            notes=counted.notes,
         )  # fmt: skip
     counts = [count(build(FEW), device)]
     if counts[0].differing:
@@ -122,6 +123,7 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
     return Forecast(
         moments=tuple(found), counted=f"{FEW} and {MORE} of {layers} layers", reserved=top + gap,
         reserved_error=ESTIMATED_ERROR, on_gpu=on_gpu, block_weights=_weights(more) - _weights(few), head_weights=counts[0].head_weights,
+        notes=counts[0].notes,
         work=deeper(tally(counts[0]), tally(counts[1]), layers - FEW),
     )  # fmt: skip
 

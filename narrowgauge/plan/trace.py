@@ -123,6 +123,26 @@ class Recorder:
                 self.trace.allocations[number].part = part
 
 
+GROUPED_MM = {torch.ops.aten._grouped_mm.default} if hasattr(torch.ops.aten, "_grouped_mm") else set()
+
+
+def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A product of fused experts in the type of its operands, which the CPU and the GPU compute in float32 too.
+
+    torch's own fake implementation refuses all but bfloat16 (torch 2.13, _meta_registrations.py), so it computes the shape alone.
+    """
+    names = ("self", "mat2", "offs", "bias", "out_dtype")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    lhs, rhs = given["self"], given["mat2"]
+    if lhs.dtype != rhs.dtype:
+        raise ConfigError(
+            f"plan: grouped_mm: its operands are {lhs.dtype} {list(lhs.shape)} and {rhs.dtype} {list(rhs.shape)}, of two types. Cast one."
+        )
+    narrow = {"self": lhs.to(torch.bfloat16), "mat2": rhs.to(torch.bfloat16), "out_dtype": None}
+    form = torch.ops.aten._grouped_mm.default(**(given | narrow))
+    return torch.empty_strided(form.shape, form.stride(), dtype=given.get("out_dtype") or lhs.dtype, device=lhs.device)
+
+
 class _Dispatch(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,7 +159,7 @@ class _Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         try:
-            found = func(*args, **kwargs)
+            found = _grouped_mm(args, kwargs) if func in GROUPED_MM else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"plan: {self.recorder.modules[-1] or 'the model'} reads the values of a tensor ({name}, as .item(), int(x), x[mask] or "

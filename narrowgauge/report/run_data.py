@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import reading
 from narrowgauge.diagnose import format_text, left_out, lineage
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
+
+CONFIG = reading.Kind(most_bytes=reading.MIB, step="Restore a copy of it, or remove it: the page does without.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class Recorded:
 
 def read(folder: Path) -> Recorded:
     """The run in `folder` and the reference inside it, if there is one; else a branch's parent is its reference."""
-    if not (folder / "run.json").is_file():
+    if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
             f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it."
@@ -84,8 +88,8 @@ def read_alone(folder: Path) -> Recorded:
     return Recorded(
         folder=folder,
         run=read_run(folder / "run.json"),
-        events=read_metrics(metrics) if metrics.is_file() else [],
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        events=read_metrics(metrics),
+        config=reading.text_of(config, CONFIG, errors="replace") if os.path.lexists(config) else "",
     )
 
 

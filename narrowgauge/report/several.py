@@ -10,14 +10,14 @@ as it came. A branch (run.json names its parent) is drawn from the step it left 
 from __future__ import annotations
 
 import importlib.resources
-import json
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from narrowgauge import storage
-from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text
+from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text, study_file
 from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
 from narrowgauge.diagnose.seeds import Margin, Verdict
@@ -31,7 +31,6 @@ try:
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy") from error
 
-STUDY = "study.json"
 KINDS = {  # of a verdict -> colour of its notice
     seeds.WORSE: "bad", seeds.DIVERGED: "bad", seeds.BETTER: "below", seeds.EQUIVALENT: "same", seeds.IDENTICAL: "same",
     seeds.NOT_WORSE: "same", seeds.UNKNOWN: "warn",
@@ -39,7 +38,7 @@ KINDS = {  # of a verdict -> colour of its notice
 
 
 def is_study(folder: Path) -> bool:
-    return (folder / STUDY).is_file()
+    return os.path.lexists(folder / study_file.NAME)
 
 
 def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
@@ -55,15 +54,8 @@ def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """study.json, as far as a page needs it. ConfigError if it is damaged."""
-    try:
-        facts = json.loads((folder / STUDY).read_bytes())
-        Margin.parse(facts["margin"])
-        if facts["recipes"] and facts["seeds"] and facts["metric"]:
-            return dict(facts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / STUDY}: damaged: {error}. Restore a copy of it.") from None
-    raise ConfigError(f"{folder / STUDY}: damaged: it names no runs. Restore a copy of it.")
+    """study.json. ConfigError if it is damaged."""
+    return study_file.read(folder)
 
 
 def write_folders(

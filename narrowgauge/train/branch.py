@@ -12,7 +12,6 @@ both models are in the host's memory.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge import manifest
+from narrowgauge import manifest, reading
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
@@ -218,7 +217,7 @@ def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
         path = Path(parent.resumed_from)
         listing = manifest.read(path)
         if not listing.save:
-            facts = json.loads(manifest.read_file(path, manifest.FACTS, listing))
+            facts = reading.strict_json(manifest.read_file(path, manifest.FACTS, listing))
         else:
             from narrowgauge.distributed import storage  # dear to import: torch's planners
 
@@ -231,8 +230,7 @@ def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
 def _fingerprint(parent: Trainer) -> str:
     """The SHA-256 of the manifest that lists the hashes of all files of the parent's checkpoint, or of its best weights."""
     best = parent.folder.best / f"step-{parent.step:08}"
-    path = (Path(parent.resumed_from) if parent.resumed_from else best) / manifest.NAME
-    return str(json.loads(path.read_bytes())["sha256"])
+    return manifest.fingerprint(Path(parent.resumed_from) if parent.resumed_from else best)
 
 
 def _started_at(folder: RunFolder) -> str:

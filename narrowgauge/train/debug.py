@@ -7,7 +7,7 @@ killed goes on where it was, and, of what was found, RUN/debug-STEP.txt and a pa
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import narrowgauge
-from narrowgauge import manifest, storage
+from narrowgauge import manifest, reading, storage
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose import left_out
@@ -42,6 +42,7 @@ from narrowgauge.train.trainer import Trainer
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]
 STEPS = 100
+RUNGS = reading.Kind(most_bytes=256 * reading.MIB, step="Remove it.")
 
 
 @dataclass(frozen=True)
@@ -126,22 +127,21 @@ def _recipe(model: nn.Module) -> str:
 
 def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
     """What must be the same for rungs of an earlier command to count."""
-    listing = json.loads((Path(trainer.resumed_from) / manifest.NAME).read_bytes())
     return {
         "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.device),
-        "fingerprint": listing["sha256"], "begun": ladder.begun, "steps": ladder.steps,
+        "fingerprint": manifest.fingerprint(Path(trainer.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
     }  # fmt: skip
 
 
 def _take_up(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
     """Rungs that an earlier command took from the same checkpoint."""
     try:
-        known = decode(path.read_bytes())
+        if not os.path.lexists(path):
+            return
+        known = decode(reading.bytes_of(path, RUNGS))
         if all(known.get(name) == value for name, value in key.items()):
             ladder.take_up(known)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
         tell(f"Note: {path} cannot be read, and is written anew.")
 
 

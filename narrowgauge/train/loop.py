@@ -89,7 +89,7 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
     path = Path(config.output)
     with followers.claimed(path, config.resume, ranks) as folder:
         if config.resume and ranks.is_first and folder.config.exists():
-            refuse_other_run(resolved(toml.load(folder.config)), config)  # again: it may have changed until now
+            refuse_other_run(resolved(toml.load_stored(folder.config)), config)  # again: it may have changed until now
         has_run = ranks.told_by_first(folder.has_run)
         if config.resume and not has_run and not config.parent:
             tell(f"WARNING: nothing to resume in {folder.path}: this is a new run.")

@@ -12,11 +12,15 @@ import os
 from pathlib import Path
 from typing import IO, Any, Self
 
-from narrowgauge import storage
+from narrowgauge import reading, storage
 from narrowgauge.diagnose.runs import encode
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, StorageError
 
 SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
+LOG = reading.Kind(
+    most_bytes=2**62, error=StorageError, step="Remove what stands in its place, or choose another --output."
+)
+LONGEST_LINE = 16 * reading.MIB
 CURVES = {
     "step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"),
     "eval": (
@@ -40,9 +44,13 @@ class MetricsLog:
 
             self._board = SummaryWriter(str(tensorboard))
         with storage.refusals("append to", path):
-            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the log)
-            _cut_torn_line(self._file)
-            storage.flush(path.parent)
+            self._file = reading.opened_to_append(path, LOG)
+            try:
+                _cut_torn_line(self._file, path)
+                storage.flush(path.parent)
+            except BaseException:
+                self._file.close()
+                raise
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Writes one event, and syncs it if it is in SYNCED. StorageError if that fails."""
@@ -77,8 +85,11 @@ class MetricsLog:
         self.close()
 
 
-def _cut_torn_line(file: IO[bytes]) -> None:
+def _cut_torn_line(file: IO[bytes], path: Path) -> None:
     """Removes what stands after the last newline: the stump of a line that a crash cut short."""
-    file.seek(0)
-    lines = file.read()
-    file.truncate(lines.rfind(b"\n") + 1)
+    size = file.seek(0, os.SEEK_END)
+    start = file.seek(max(0, size - LONGEST_LINE))
+    end = file.read(LONGEST_LINE).rfind(b"\n")
+    if end < 0 < start:
+        raise LOG.refusal(path, f"is damaged: its last {LONGEST_LINE} bytes hold no end of a line")
+    file.truncate(start + end + 1)

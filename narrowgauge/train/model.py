@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from narrowgauge import recipes
+from narrowgauge import reading, recipes
 from narrowgauge.conversion import SMALLEST, convert, embeddings, products
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
@@ -34,7 +34,7 @@ from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
 from narrowgauge.train.console import tell
-from narrowgauge.train.model_files import quiet, refuse_foreign_code
+from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
 
 
 def build(
@@ -142,6 +142,8 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
         raise ConfigError(
             f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
         )
+    if Path(where).is_dir():
+        reading.refuse_special_files(Path(where), OF_MODELS)
     try:
         return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
     except Exception as error:  # of a damaged folder transformers raises whatever it stumbles over

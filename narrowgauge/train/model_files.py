@@ -4,7 +4,6 @@ transformers loads safetensors when told to, but takes file names from the folde
 configuration another file of weights, an adapter a pickle of its own, or attention a kernel that is downloaded and run.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,14 @@ from typing import Any
 from torch import Size, Tensor
 from transformers.utils import cached_file, logging
 
-from narrowgauge import storage
+from narrowgauge import reading, storage
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
 PLAIN = re.compile(r"[^/\\]+\.safetensors")
 NEXT = "Pass a folder or hub name of a model whose weights are safetensors and whose code is part of transformers."
+OF_MODELS = reading.Kind(most_bytes=reading.GIB, step=NEXT, follow_links=True)  # the Hub's cache has links
 
 
 @contextmanager
@@ -56,9 +56,10 @@ def refuse_foreign_code(where: str, sizes: Any) -> None:
 
 
 def _refuse_index(where: str, name: str, path: Path) -> None:
+    index = reading.json_of(path, OF_MODELS)
     try:
-        files = set(json.loads(path.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = set(index["weight_map"].values())
+    except (KeyError, TypeError, AttributeError) as error:
         raise _refusal(where, name, f"is no index of weights: {type(error).__name__}: {error}") from error
     for file in sorted(map(str, files)):
         if not PLAIN.fullmatch(file):
@@ -69,7 +70,7 @@ def file_of(where: str, name: str) -> Path | None:
     """The file of a folder, or of a hub model, downloaded if need be; None if there is none."""
     if Path(where).is_dir():
         path = Path(where) / name
-        return path if path.exists() or path.is_symlink() else None
+        return path if os.path.lexists(path) else None
     reasons = ("missing_entries", "connection_errors", "gated_repo")
     found = cached_file(where, name, **{f"_raise_exceptions_for_{reason}": False for reason in reasons})
     return None if found is None else Path(found)

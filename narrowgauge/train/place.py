@@ -9,6 +9,7 @@ Without torch: the command line refuses wrong places and settings before it is i
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -61,13 +62,13 @@ class Place:
 
 def settings_of(run: Path) -> TrainConfig:
     """The settings of a run. ConfigError if the folder is not there, or is none of a run."""
-    return resolved(toml.load(config_of(run)))
+    return resolved(toml.load_stored(config_of(run)))
 
 
 def config_of(run: Path) -> Path:
     """The file of a run's settings. ConfigError if there is none."""
     folder = RunFolder(run)
-    if not folder.config.is_file():
+    if not os.path.lexists(folder.config):
         what = "has no config.toml" if run.is_dir() else "is not there"
         raise ConfigError(f"{run}: {what}. Name the folder of a run, perhaps with one of its steps, as runs/first@100.")
     return folder.config
@@ -113,7 +114,7 @@ def inherited(parent: Path, given: Collection[str]) -> toml.Given:
     """The parent's settings for a branch. given: names of the fields that its user gives, which may do away with others."""
     known = {key_of(each): each.name for each in fields(TrainConfig)}
     dropped = {*NOT_INHERITED, *(name for cause in given for name in REPLACES.get(cause, ()))}
-    return {key: value for key, value in toml.read(config_of(parent)).items() if known[key] not in dropped}
+    return {key: value for key, value in toml.read_stored(config_of(parent)).items() if known[key] not in dropped}
 
 
 def refuse(parent: TrainConfig, config: TrainConfig) -> None:

@@ -14,13 +14,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, Self
 
-from narrowgauge import storage
+from narrowgauge import reading, storage
 from narrowgauge.diagnose.runs import encode
-from narrowgauge.errors import BusyError, ConfigError
+from narrowgauge.errors import BusyError, ConfigError, StorageError
 from narrowgauge.manifest import STEP
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 
+LOCK = reading.Kind(
+    most_bytes=reading.MIB, error=StorageError, step="Remove it if no run uses the folder, or choose another --output."
+)
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
 MAY_CHANGE = frozenset(
     {
@@ -62,8 +65,8 @@ class RunFolder:
     def reading(cls, path: Path) -> Iterator[Self]:
         """The folder of a run that nobody trains meanwhile; nothing is written to it. BusyError if another process does train there."""
         with ExitStack() as held:
-            if (path / "lock").exists():
-                lock = held.enter_context(open(path / "lock", "rb"))
+            if os.path.lexists(path / "lock"):
+                lock = held.enter_context(reading.opened(path / "lock", LOCK))
                 try:
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -86,7 +89,7 @@ class RunFolder:
             with storage.refusals("use the run folder", path):
                 storage.make_folder(path)
                 # Closing gives the lock back. The file stays: removing it could remove the lock of the next holder.
-                lock = held.enter_context(open(folder.lock, "ab+", buffering=0))
+                lock = held.enter_context(reading.opened_to_append(folder.lock, LOCK))
                 hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
@@ -100,7 +103,7 @@ class RunFolder:
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
-        if self.final.exists() or (self.metrics.exists() and self.metrics.stat().st_size > 0):
+        if os.path.lexists(self.final) or (os.path.lexists(self.metrics) and self.metrics.lstat().st_size > 0):
             return True
         return self.checkpoints.is_dir() and any(STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
 
@@ -127,9 +130,9 @@ def _holder(lock: IO[bytes]) -> str:
     """Who has locked a run folder, in words."""
     lock.seek(0)
     try:
-        holder = json.loads(lock.read())
+        holder = reading.strict_json(lock.read(LOCK.most_bytes))
         return f"process {holder['pid']} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
+    except (OSError, ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
         return "another process"
 
 

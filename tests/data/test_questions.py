@@ -156,7 +156,7 @@ def test_a_row_that_is_wrong_is_named(tmp_path, rows, said):
         ("[]", "dev.json: has no 'data'"),
         ('{"data": 3}', "'data' is no list"),
         ('{"data": [{"paragraphs": [{"qas": []}]}]}', r"dev.json.data\[0\].paragraphs\[0\]: has no 'context'"),
-        ('{"data": [', "is not valid JSON"),
+        ('{"data": [', "it is not JSON"),
         (
             '{"data": [{"paragraphs": [{"context": "a", "qas": [{"question": "b", "answers": [1], "is_impossible": true}]}]}]}',
             "is_impossible is true",

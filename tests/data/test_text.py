@@ -124,11 +124,14 @@ def test_a_pipe_is_refused_and_does_not_hang(tmp_path):
 def test_a_file_that_may_not_be_opened_is_a_storage_error(file, monkeypatch):
     path = file(b"secret")
 
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
+    def refuse(name, *rest):
+        if name == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(name, *rest)
 
-    monkeypatch.setattr(type(path), "open", refuse)
-    with pytest.raises(StorageError, match=r"notes\.txt: cannot be opened: Permission denied"):
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageError, match=r"notes\.txt: cannot be read: Permission denied"):
         read(path)
 
 

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from narrowgauge.ops import triton
-from tests.processes import PYTHON, ROOT, run_ok
+from tests.processes import PYTHON, ROOT, run, run_ok
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -118,3 +119,64 @@ def test_the_oldest_versions_are_those_that_are_asked_for():
     asked = {name.upper(): re.search(rf'"{name}>=(\d+\.\d+)', project)[1] for name in ("torch", "triton")}
     assert oldest == asked
     assert ".".join(map(str, triton.OLDEST)) == oldest["TRITON"]
+
+
+def wheel(folder: Path, name: str, needs: str = "") -> Path:
+    """A package without code, as a wheel."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    requires = f"Requires-Dist: {needs}\n" if needs else ""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "")
+        file.writestr(
+            f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}"
+        )
+        file.writestr(
+            f"{name}-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        file.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.mark.slow
+def test_a_lock_has_the_hash_of_every_package_and_pip_refuses_another_file(tmp_path, monkeypatch):
+    """From a folder of wheels, without an index. One changed byte of a package that another one needs is refused."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    (tmp_path / "wheels").mkdir()
+    wheel(tmp_path / "wheels", "onea", "twob")
+    second = wheel(tmp_path / "wheels", "twob")
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[build-system]\nrequires = []\n[project]\nname = "x"\ndependencies = ["onea"]\n[project.optional-dependencies]\ndev = ["twob"]\n'
+    )
+    (tmp_path / "constraints.txt").write_text("onea==1.0\ntwob==1.0\n")
+    options = ["--project", str(project), "--constraints", str(tmp_path / "constraints.txt"), "--extras", "dev"]
+    lock = run_ok([PYTHON, str(ROOT / "scripts" / "lock.py"), *options]).stdout
+    found = [line.split()[0] for line in lock.splitlines() if not line.startswith("#")]
+    assert found == ["onea==1.0", "twob==1.0"]
+    (tmp_path / "requirements.lock").write_text(lock)
+    install = [
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--no-cache-dir",
+        "--require-hashes",
+        "-r",
+        str(tmp_path / "requirements.lock"),
+    ]
+    run_ok([*install, "--target", str(tmp_path / "whole")])
+    with zipfile.ZipFile(second, "a") as file:
+        file.writestr("added.py", "")
+    refused = run([*install, "--target", str(tmp_path / "changed")])
+    assert refused.returncode and "DO NOT MATCH THE HASHES" in refused.stderr and not (tmp_path / "changed").exists()
+
+
+def test_the_lock_is_of_what_make_installs():
+    """The extras of scripts/lock.py and of docs/install.md's offline recipe are those of the Makefile."""
+    makefile, docs = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/install.md"))
+    asked = re.search(r"-c \$\(CONSTRAINTS\) -e '\.\[([a-z,]+)\]'", makefile)[1]
+    script = (ROOT / "scripts" / "lock.py").read_text(encoding="utf-8")
+    assert f"EXTRAS = {tuple(asked.split(','))!r}".replace("'", '"') in script
+    assert docs.count(f".[{asked}]") == 2, "what make runs, and what to download for a machine without a network"

@@ -24,12 +24,14 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.errors import BackendError
+from narrowgauge import reading
+from narrowgauge.errors import BackendError, StorageError
 from narrowgauge.storage import refuse_shared
 
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+BUILT = reading.Kind(most_bytes=256 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
 ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
 
 
@@ -69,8 +71,8 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
 def is_whole(path: Path) -> bool:
     """Whether a library has the bytes that it was built with."""
     try:
-        return path.stem.rpartition("-")[2] == digest(path.read_bytes())
-    except OSError:
+        return path.stem.rpartition("-")[2] == digest(reading.bytes_of(path, BUILT))
+    except StorageError:
         return False
 
 
@@ -134,7 +136,8 @@ def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
                 command = [compiler, *FLAGS, *tuning, str(code), "-o", str(built)]
                 found = subprocess.run(command, capture_output=True, encoding="utf-8")
                 if found.returncode == 0:
-                    target = place / f"{name}-{digest(built.read_bytes())}.so"
+                    built.chmod(0o700)  # whatever the umask: `is_whole` refuses what others may write to
+                    target = place / f"{name}-{digest(reading.bytes_of(built, BUILT))}.so"
                     built.replace(target)
                     return target, ""
     except OSError as error:

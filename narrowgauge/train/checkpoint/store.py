@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import addresses, manifest, storage
+from narrowgauge import addresses, manifest, reading, storage
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
 from narrowgauge.manifest import FACTS, NAME, SHARD_BYTES, Manifest
 
@@ -181,7 +181,7 @@ def load(path: Path) -> Checkpoint:
     tensors: Tensors = {group: {} for group in listing.groups}
     place = FACTS
     try:
-        facts = json.loads(manifest.read_file(path, FACTS, listing), parse_constant=_refuse_constant)
+        facts = reading.strict_json(manifest.read_file(path, FACTS, listing))
         if not isinstance(facts, dict):
             raise TypeError(f"it holds a {type(facts).__name__}, not a table")
         for place in listing.files:
@@ -217,10 +217,6 @@ def refuse_nonfinite(tensors: Tensors, path: Path) -> None:
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                 "Restore the checkpoint, or remove it to go on from an older one."
             )
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:

@@ -21,11 +21,15 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import reading
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfig, by_key, key_of
 
 MAX_BYTES = 2**16
+STORED = reading.Kind(
+    most_bytes=MAX_BYTES, step="Restore a copy of it, or name another folder that narrowgauge train wrote."
+)
 MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
 Given = Mapping[str, tuple[Any, str]]  # key -> its value, unchecked, and where it stands, as 'tiny.toml:3' or '--steps'
 
@@ -44,8 +48,15 @@ def load(path: Path) -> TrainConfig:
     return build(read(path))
 
 
+def load_stored(path: Path) -> TrainConfig:
+    return build(read_stored(path))
+
+
 def read(path: Path) -> Given:
-    """The settings of a file. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting."""
+    """The settings of a file that the user names. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting.
+
+    It may be a pipe, as of a shell's <(...): the user waits for it.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -56,6 +67,15 @@ def read(path: Path) -> Given:
         ) from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: is larger than {MAX_BYTES} bytes, so it is no configuration. Give a TOML file.")
+    return _decoded(path, data)
+
+
+def read_stored(path: Path) -> Given:
+    """As `read`, of the config.toml that a run or a study has written."""
+    return _decoded(path, reading.bytes_of(path, STORED))
+
+
+def _decoded(path: Path, data: bytes) -> Given:
     try:
         return settings(data.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:

@@ -5,8 +5,8 @@ A difference is paired where a score is a mean over examples: both saw the same 
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from narrowgauge import storage
+from narrowgauge import reading, storage
+from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.format_text import duration, signed
 from narrowgauge.diagnose.generators import generators, set_generators
-from narrowgauge.diagnose.runs import decode, encode
+from narrowgauge.diagnose.runs import encode, numbers
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.train.config.settings import WRITING
@@ -33,6 +34,20 @@ from narrowgauge.train.parallel.ranks import Ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FILE = "evaluation.json"
+_ROW = forms.record({"checkpoint": forms.text})
+_RESULT = forms.record(
+    {
+        "tasks": forms.listed(forms.text),
+        "dtype": forms.text,
+        "limit": forms.number(0),
+        "checkpoints": forms.listed(_ROW),
+    }
+)
+SCORES = reading.Kind(
+    most_bytes=256 * reading.MIB,
+    step="Move it away, and evaluate again.",
+    form=forms.record({"results": forms.listed(_RESULT)}),
+)
 VALIDATION = "validation"  # the run's own data, beside the names of tasks
 FP16_WARNING = (
     "WARNING: float16 ends at 65,504, and these weights were trained where numbers reach 3e38 ({words}): activations may overflow, "
@@ -50,6 +65,7 @@ class Asked:
     limit: int = 0
     batch_size: int = 8
     device: str = "auto"
+    trust_task_code: bool = False
 
 
 def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
@@ -81,7 +97,7 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
             f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. Leave --tasks out to score its own data."
         )
     dtype = asked.dtype or ("bfloat16" if asked.tasks else "")
-    tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size) if asked.tasks else None
+    tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size, asked.trust_task_code) if asked.tasks else None
     if dtype == "float16":
         tell(FP16_WARNING.format(words=f"recipe {saved.config.recipe}, precision {saved.config.precision}"))
     rows, passed_over = list[dict[str, Any]](), dict[str, str]()
@@ -249,13 +265,11 @@ def _keep(path: Path, result: Mapping[str, Any]) -> None:
         return each["tasks"], each["dtype"], each["limit"], names
 
     earlier: list[dict[str, Any]] = []
-    if path.exists():
+    if os.path.lexists(path):
         try:
-            earlier = decode(path.read_bytes())["results"]
-            earlier = [each for each in earlier if question(each) != question(result)]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}: damaged: {error!r}. Move it away; the scores are: {json.dumps(result['checkpoints'])}"
-            ) from None
+            earlier = numbers(reading.json_of(path, SCORES))["results"]
+        except ConfigError as error:
+            raise ConfigError(f"These scores were not kept: {encode(result)}. {error}") from None
+        earlier = [each for each in earlier if question(each) != question(result)]
     with storage.refusals("keep the scores in", path.parent):
         storage.replace_file(path, encode({"results": [*earlier, result]}, indent=1) + "\n")

@@ -9,17 +9,18 @@ import contextlib
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError, closest
 
-INSTALL = "narrowgauge evaluate --tasks needs the package 'lm-eval'. Run: pip install 'narrowgauge[evaluate]'."
+INSTALL = (
+    "narrowgauge evaluate --tasks needs the packages 'lm-eval' and 'pyyaml'. Run: pip install 'narrowgauge[evaluate]'."
+)
 SEED = 1234  # as lm-eval's own: which examples are shown before the question
 Values = dict[str, dict[int, float]]  # metric -> number of the example -> its value
 
@@ -36,17 +37,26 @@ class Scores:
 class LmTasks:
     """The named tasks, loaded once, for any number of models."""
 
-    def __init__(self, names: Sequence[str], limit: int, batch_size: int) -> None:
-        """names: paths of task files, or names that lm-eval knows. limit: examples of each task, 0 for all. Loads their data."""
+    def __init__(self, names: Sequence[str], limit: int, batch_size: int, trust_code: bool = False) -> None:
+        """Loads the data of the tasks. ConfigError for a task file that would run code, unless `trust_code`.
+
+        names  paths of task files, or names that lm-eval knows, whose code is part of lm-eval
+        limit  examples of each task, 0 for all
+        """
         try:
             from lm_eval import tasks as lm_eval_tasks
+
+            from narrowgauge.train.evaluation import task_code  # which needs pyyaml
         except ImportError as error:
-            raise ConfigError(INSTALL) from error
+            raise ConfigError(f"{INSTALL} (Missing: {error.name}.)") from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.limit, self.batch_size = limit, batch_size
         files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) or Path(name).exists()]
+        self.trust_code = trust_code
         for file in files:
             _refuse_no_task(file)
+            if not trust_code:
+                task_code.refuse_code(file, _own_metrics())
         others = [name for name in names if Path(name) not in files]
         manager = lm_eval_tasks.TaskManager(include_defaults=bool(others))
         for name in others:
@@ -59,11 +69,15 @@ class LmTasks:
         self.loaded: dict[str, Any] = {}
         for name in names:
             folder = Path(name).parent if Path(name) in files else Path()
-            self.loaded |= _load(manager, Path(name).name if Path(name) in files else name, folder)
+            with self._templates():
+                self.loaded |= _load(manager, Path(name).name if Path(name) in files else name, folder)
         for task in self.loaded.values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
+
+    def _templates(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.trust_code else _sandboxed(list(self.loaded))
 
     def scores(self, model: Any, tokenizer: Any) -> dict[str, Scores]:
         """Task -> its scores by `model`, in evaluation mode, on its device. Seeds all generators."""
@@ -75,7 +89,8 @@ class LmTasks:
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **options)
         seed_all(SEED)
         tasks = {"tasks": self.loaded, "groups": {}, "group_map": {}}
-        found = evaluate(wrapped, tasks, limit=self.limit or None, bootstrap_iters=0)
+        with self._templates():
+            found = evaluate(wrapped, tasks, limit=self.limit or None, bootstrap_iters=0)
         assert found is not None
         return {
             name: _read(values, found["samples"][name])
@@ -84,16 +99,35 @@ class LmTasks:
         }
 
 
+@contextlib.contextmanager
+def _sandboxed(names: list[str]) -> Iterator[None]:
+    """`task_code.sandboxed_templates`, whose refusal is a ConfigError."""
+    from jinja2.exceptions import SecurityError
+
+    from narrowgauge.train.evaluation import task_code
+
+    try:
+        with task_code.sandboxed_templates():
+            yield
+    except SecurityError as error:
+        raise ConfigError(
+            f"tasks: a template of {', '.join(names)} reaches for Python itself: {error}. {task_code.TRUST}"
+        ) from error
+
+
+def _own_metrics() -> frozenset[str]:
+    """The metrics that lm-eval computes itself."""
+    from lm_eval.api import metrics, registry  # the first registers them
+
+    assert metrics
+    return frozenset(registry.METRIC_REGISTRY)
+
+
 def _refuse_no_task(file: Path) -> None:
     """ConfigError unless it can be read, and names a task."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        names = [node.value for node, _ in getattr(yaml.compose(text), "value", ())]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else str(error).replace("\n", " ")
-        raise ConfigError(
-            f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file."
-        ) from None
+    from narrowgauge.train.evaluation import task_code
+
+    names = [node.value for node, _ in getattr(task_code.compose(file), "value", ()) if isinstance(node.value, str)]
     if not {"task", "group"} & set(names):
         raise ConfigError(
             f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file."

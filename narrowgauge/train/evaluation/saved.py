@@ -6,6 +6,7 @@ best                    of RUN/best: weights alone
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,9 +47,9 @@ class SavedRun:
     def open(cls, path: Path, device: torch.device) -> SavedRun:
         """Reads the configuration and prepares the data, which the cache still has. ConfigError if there is no run."""
         folder = RunFolder(path)
-        if not folder.config.exists():
+        if not os.path.lexists(folder.config):
             raise ConfigError(f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.")
-        own = replace(toml.load(folder.config), output=str(path), device=str(device), resume=False)
+        own = replace(toml.load_stored(folder.config), output=str(path), device=str(device), resume=False)
         tell(f"Reading {own.data} ...")
         config, task = prepare(resolved(own))
         return cls(folder, config, task, device)

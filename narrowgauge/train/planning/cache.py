@@ -17,10 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import reading
+from narrowgauge.errors import StorageError
 from narrowgauge.train.config.settings import TrainConfig
 
 KEPT = 500  # entries; the oldest go first
 TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json")
+ENTRY = reading.Kind(most_bytes=16 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
+TELLS = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Name another model.", follow_links=True)
 GROUPS = ("model", "task", "precision", "training")  # of settings that memory may depend on
 
 
@@ -30,9 +34,9 @@ def load(question: Any) -> Any:
     try:
         if path is None:
             return None
-        entry = json.loads(path.read_bytes())
+        entry = reading.json_of(path, ENTRY)
         return entry["answer"] if entry["digest"] == _digest(entry["answer"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (StorageError, KeyError, TypeError):
         return None
 
 
@@ -45,6 +49,7 @@ def store(question: Any, answer: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft.write_text(json.dumps({"answer": answer, "digest": _digest(answer)}), encoding="utf-8")
+        draft.chmod(0o600)  # whatever the umask: `load` refuses what others may write to
         os.replace(draft, path)
         for old in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime)[KEPT:]:
             old.unlink(missing_ok=True)
@@ -69,8 +74,8 @@ def _of_folder(name: str) -> list[str]:
 
 def _of_file(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
+        return hashlib.sha256(reading.bytes_of(path, TELLS)).hexdigest()
+    except StorageError:
         return ""
 
 

@@ -53,7 +53,7 @@ class Counts:
             found = _from_json(cache.load(question))
             if found is None:
                 self.tell(len(self.known) + 1)
-                with generators_kept():
+                with generators_kept(), _of_the_model(config):
                     found = self._counted(Source(config, task, kind, shape), sizes)
                 cache.store(question, _as_json(found))
             self.known[key] = found
@@ -94,6 +94,23 @@ class Counts:
         if key not in self._processes:
             self._processes[key] = forecast(source.builder, self.device, layers, differing, self.full)
         return self._processes[key]
+
+
+@contextmanager
+def _of_the_model(config: TrainConfig) -> Iterator[None]:
+    """Turns what a model of transformers raises while it takes a step into a ConfigError. The chained error has its place."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not config.model:
+            raise
+        words = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"plan: model = {config.model!r}: a step of it fails: {words}. Check the sizes in its config.json, and that narrowgauge train "
+            "takes a step with these settings."
+        ) from error
 
 
 def notes_of(source: Source) -> Iterator[str]:

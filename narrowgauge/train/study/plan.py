@@ -16,12 +16,13 @@ seen is not left out.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge import storage
-from narrowgauge.diagnose import forms
+from narrowgauge.diagnose import study_file
 from narrowgauge.diagnose.seeds import Margin
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config import toml
@@ -35,13 +36,6 @@ NOT_OF_STUDIES = {
     "parallel": "each run of a study has one process",
     "parent": "a study's runs begin at their first step, with the weights of their seed",
 }
-STORED = forms.record(
-    {
-        "recipes": forms.listed(forms.text), "seeds": forms.listed(forms.number(0, whole=True)), "metric": forms.text, "margin": forms.text,
-        "threads": forms.number(0, whole=True), "identity": forms.table(forms.text),
-    },
-    {"margins": forms.listed(forms.text), "looks": forms.listed(forms.number(0, whole=True)), "failed": forms.table(forms.text)},
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,21 +142,12 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.facts, self.config = path / "study.json", path / "config.toml"
+        self.facts, self.config = path / study_file.NAME, path / "config.toml"
         self.metrics, self.lock = path / "metrics.jsonl", path / "lock"
 
     def stored(self) -> dict[str, Any] | None:
         """What study.json says; None if there is none. ConfigError if it is damaged."""
-        if not self.facts.exists():
-            return None
-        try:
-            found = json.loads(self.facts.read_bytes())
-            problem = forms.refuse(found, STORED)
-        except (OSError, ValueError, RecursionError) as error:
-            problem = str(error)
-        if problem:
-            raise ConfigError(f"{self.facts}: damaged: {problem}. Restore a copy of it, or choose another --output.")
-        return dict(found)
+        return study_file.read(self.path) if os.path.lexists(self.facts) else None
 
     def write(self, facts: dict[str, Any], config: TrainConfig) -> None:
         storage.replace_file(self.facts, json.dumps(facts, indent=1) + "\n")
@@ -172,7 +157,7 @@ class StudyFolder:
     def refuse(self, study: Study, stored: dict[str, Any] | None) -> None:
         """ConfigError if the folder holds another study, or a run."""
         path = study.output
-        if RunFolder(path).run.exists():
+        if os.path.lexists(RunFolder(path).run):
             raise ConfigError(f"output = '{path}': holds a run, not a study. Choose another --output.")
         if stored is None:
             return
@@ -193,7 +178,7 @@ class StudyFolder:
             )
         changes = [
             f"{key_of(each)} = {shown(getattr(study.config, each.name))}, but the study has {shown(getattr(before, each.name))}"
-            for before in (toml.load(self.config),)
+            for before in (toml.load_stored(self.config),)
             for each in fields(TrainConfig)
             if each.metadata["group"] != "run" and each.name not in MAY_CHANGE - {"steps", "epochs"} and each.name not in OF_RUNS
             and getattr(study.config, each.name) != getattr(before, each.name)

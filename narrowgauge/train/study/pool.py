@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from narrowgauge import reading
 from narrowgauge.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -37,6 +38,9 @@ from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.study import room
 from narrowgauge.train.study.plan import Job
 
+CONSOLE = "console.txt"  # what a run said
+SAID = reading.Kind(most_bytes=4 * reading.GIB, step="Remove it, and start the study again.", error=StorageError)
+TAIL_BYTES = 2**16
 KILLS = 3
 POLL_S = 0.2
 STOP_S = 600.0  # for a step and a checkpoint of all runs, after a request to stop
@@ -107,7 +111,7 @@ class Pool:
         taken = Counter(each.device for each in self.running)
         device = min(self.devices, key=lambda name: taken[name]) if self.devices else ""
         settings = self.ask(job, device)
-        with open(job.folder / "console.txt", "ab") as said:
+        with reading.opened_to_append(job.folder / CONSOLE, SAID) as said:
             # A session of its own: Ctrl-C on the terminal is the study's to pass on.
             process = subprocess.Popen(
                 [*self.command, str(settings)], stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True,
@@ -168,9 +172,9 @@ class Pool:
 
 def last_line(job: Job) -> str:
     """What a run said last: why it failed."""
-    try:
-        lines = (job.folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines: list[str] = []
+    with suppress(StorageError), reading.opened(job.folder / CONSOLE, SAID) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        lines = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines()
     said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     return said.removeprefix("narrowgauge: ")

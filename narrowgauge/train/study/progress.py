@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from narrowgauge.diagnose.runs import decode
+from narrowgauge import reading
+from narrowgauge.diagnose.forms import refuse
+from narrowgauge.diagnose.runs import EVENTS, METRICS, decode
+from narrowgauge.errors import ConfigError
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.study.plan import Job
 
@@ -37,19 +40,21 @@ class Reached:
 def reached(job: Job) -> Reached:
     """From the end of its log; nothing if there is no step yet."""
     try:
-        with open(job.folder / "metrics.jsonl", "rb") as file:
+        with reading.opened(job.folder / "metrics.jsonl", METRICS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
+            lines = file.read(TAIL_BYTES).split(b"\n")[:-1]
+    except ConfigError:  # what is wrong is said where the run is read
         return Reached()
     for line in reversed(lines):
         try:
             event = decode(line)
         except (ValueError, TypeError):  # the first may be cut off
             continue
-        if event.get("event") == "resume":
+        if event.get("event") not in ("resume", "step") or refuse(event, EVENTS[event["event"]]):
+            continue
+        if event["event"] == "resume":
             return Reached(step=event["step"])
-        if event.get("event") == "step":
+        if event["event"] == "step":
             return Reached(event["step"], event.get("elapsed_s", 0.0), event.get("peak_bytes", 0))
     return Reached()
 

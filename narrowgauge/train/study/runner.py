@@ -7,13 +7,14 @@ result = run(study)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import recipes, storage
+from narrowgauge import reading, recipes, storage
 from narrowgauge.diagnose import seeds_text
 from narrowgauge.diagnose.seeds import NOT_FINITE, Verdict
 from narrowgauge.errors import ConfigError, OutOfMemoryError
@@ -25,7 +26,7 @@ from narrowgauge.train.config.settings import NO_RECIPE
 from narrowgauge.train.console import tell
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.parallel.ranks import under_torchrun
-from narrowgauge.train.run_folder import hold
+from narrowgauge.train.run_folder import LOCK, hold
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.study import room
 from narrowgauge.train.study.plan import Job, Study, StudyFolder, refuse_metric
@@ -97,7 +98,7 @@ def _claimed(folder: StudyFolder) -> Iterator[None]:
     """The folder, made if need be, held by this process alone."""
     with storage.refusals("use the study's folder", folder.path):
         storage.make_folder(folder.path)
-        lock = open(folder.lock, "ab+", buffering=0)  # noqa: SIM115 (held as long as the body)
+        lock = reading.opened_to_append(folder.lock, LOCK)
     with lock:
         hold(lock, folder.path)
         storage.probe(folder.path)
@@ -154,7 +155,7 @@ def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: 
 
 def _over(job: Job) -> str | None:
     """'' if a run has finished, NOT_FINITE if it ended so; None if there is something to do."""
-    if not (job.folder / "run.json").exists():
+    if not os.path.lexists(job.folder / "run.json"):
         return None
     _, why = groups.final(read_alone(job.folder), "loss")
     return why if why in ("", NOT_FINITE) else None

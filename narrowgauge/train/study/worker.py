@@ -46,7 +46,7 @@ def _run(settings: Path) -> int:
     from narrowgauge.train import loop
     from narrowgauge.train.run_folder import RunFolder
 
-    config = toml.load(settings)
+    config = toml.load_stored(settings)
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:

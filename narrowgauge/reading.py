@@ -1,0 +1,210 @@
+"""The one reader of files that another program, another user or a crash may have left: records, caches, checkpoints, logs.
+
+A file is opened without waiting (O_NONBLOCK), so that a named pipe cannot hang the process, and read only if it is a regular file of
+at most `Kind.most_bytes`. A symbolic link in the last part of the path is refused unless the kind follows links: narrowgauge never
+writes one there. Folders above may be links, as a run folder on another disk is. JSON is strict UTF-8 with finite numbers, at most
+DEPTH levels deep, in the form that its kind requires. Every fault is the kind's error: the path, the reason and the next step.
+
+Left out: files that the user names as input (follow_links, no owner), and files of the kernel under /proc and /sys.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NoReturn
+
+from narrowgauge.errors import ConfigError, NarrowgaugeError
+
+LONGEST_REASON = 600  # characters
+DEPTH = 100  # levels of lists and objects; our own records have 12
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+NOT_REGULAR = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of file.
+
+    most_bytes    of one file
+    step          the next step for the user, as sentences
+    error         class of the error for a file that cannot be used
+    refused       class of the error where the file system refuses, if it is another
+    follow_links  whether a symbolic link may stand in the place of the file
+    only_own      whether the file must belong to this user or to root, and nobody else may write to it
+    form          returns a clause about a JSON value that does not fit, or ''
+    """
+
+    most_bytes: int
+    step: str
+    error: type[NarrowgaugeError] = ConfigError
+    refused: type[NarrowgaugeError] | None = None
+    follow_links: bool = False
+    only_own: bool = False
+    form: Callable[[Any], str] | None = None
+
+    def refusal(self, path: Path, reason: str) -> NarrowgaugeError:
+        if len(reason) > LONGEST_REASON:  # it may quote the file
+            reason = f"{reason[:LONGEST_REASON]} ..."
+        return self.error(f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}")
+
+
+@contextmanager
+def opened(path: Path, kind: Kind) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. The kind's error also for an OSError while the body reads."""
+    with _refusing(path, kind):
+        descriptor = _descriptor(path, kind, os.O_RDONLY)
+        with open(descriptor, "rb") as file:
+            yield file
+
+
+def opened_to_append(path: Path, kind: Kind) -> IO[bytes]:
+    """A regular file, made if need be, open for reading and for unbuffered writes at its end. Without the limit of size."""
+    with _refusing(path, kind):
+        return open(_descriptor(path, kind, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+", buffering=0)
+
+
+def bytes_of(path: Path, kind: Kind) -> bytes:
+    """The whole content. A file that grows meanwhile is read to a size that it had."""
+    with opened(path, kind) as file:
+        # The size first: read(most_bytes) would allocate as much as the largest file may have.
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def text_of(path: Path, kind: Kind, errors: str = "strict") -> str:
+    """As UTF-8."""
+    try:
+        return bytes_of(path, kind).decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise kind.refusal(path, f"is damaged: {_not_utf8(error)}") from None
+
+
+def json_of(path: Path, kind: Kind) -> Any:
+    """The value of a JSON file in the kind's form."""
+    data = bytes_of(path, kind)
+    try:
+        value = strict_json(data)
+    except ValueError as error:
+        raise kind.refusal(path, f"is damaged: {error}") from None
+    if kind.form is not None and (problem := kind.form(value).removeprefix(".").strip()):
+        raise kind.refusal(path, f"is damaged: {problem}")
+    return value
+
+
+def strict_json(data: bytes | str) -> Any:
+    """The value of JSON text. ValueError for anything else: NaN, infinite numbers, more than DEPTH levels, text that is not UTF-8."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        value = STRICT.decode(text)
+        _refuse_depth(value)
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(error)) from None
+    except RecursionError:
+        raise ValueError(f"its lists and objects are more than {DEPTH} levels deep") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    return value
+
+
+def refuse_special_files(folder: Path, kind: Kind) -> None:
+    """The kind's error if `folder` holds a pipe, a device, a dangling link, or a .json file above the limit.
+
+    For folders that a library reads by itself, as transformers reads a model. Checks the files directly in the folder.
+    """
+    with _refusing(folder, kind):
+        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+            path = Path(entry.path)
+            try:
+                found = os.stat(path)
+            except FileNotFoundError:
+                raise kind.refusal(path, "is a link to a file that is not there") from None
+            if not stat.S_ISDIR(found.st_mode):
+                _refuse_stat(found, path, kind, limits_size=path.suffix == ".json")
+
+
+def _descriptor(path: Path, kind: Kind, flags: int) -> int:
+    nofollow = 0 if kind.follow_links else os.O_NOFOLLOW
+    descriptor = os.open(path, flags | nofollow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        found = os.fstat(descriptor)
+        _refuse_stat(found, path, kind, limits_size=not flags & os.O_APPEND)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_stat(found: os.stat_result, path: Path, kind: Kind, limits_size: bool = True) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        what = next((words for matches, words in NOT_REGULAR if matches(found.st_mode)), "something else")
+        raise kind.refusal(path, f"cannot be read: it is {what}, not a regular file")
+    if limits_size and found.st_size > kind.most_bytes:
+        raise kind.refusal(
+            path, f"cannot be read: it has {found.st_size} bytes, and at most {kind.most_bytes} are read"
+        )
+    if kind.only_own and found.st_uid not in (0, os.getuid()):
+        raise kind.refusal(
+            path, f"cannot be trusted: it belongs to user {found.st_uid}, and you are user {os.getuid()}"
+        )
+    if kind.only_own and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise kind.refusal(path, f"cannot be trusted: others may write to it (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+@contextmanager
+def _refusing(path: Path, kind: Kind) -> Iterator[None]:
+    """Turns an OSError into the kind's error; ValueError is that of a path with a zero byte."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise kind.refusal(path, "cannot be read: it is a symbolic link, not a regular file") from error
+        if error.errno == errno.ENXIO:
+            raise kind.refusal(path, "cannot be read: it is a socket or a device, not a regular file") from error
+        refused = replace(kind, error=kind.refused or kind.error)
+        raise refused.refusal(path, f"cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:40]} is larger than any float64")
+    return value
+
+
+STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _refuse_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        level = [
+            part
+            for each in level
+            if isinstance(each, dict | list)
+            for part in (each.values() if isinstance(each, dict) else each)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"byte {error.start} is not UTF-8 text"
