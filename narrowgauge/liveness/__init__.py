@@ -36,6 +36,7 @@ from typing import Any
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.liveness.page import SIZE, Page
 from narrowgauge.liveness.processes import RUN_ID
+from narrowgauge.liveness.store import GONE_S, STORE_S, StoreClient
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 LOOK_S = 1.0  # between reports of the rank to its sentinel
@@ -82,12 +83,32 @@ def watched(timeout_s: float = 600.0) -> Iterator[Watched | None]:
         rank.close(code, f"left the run by sys.exit({error.code!r})", prints=True)
         raise
     except BaseException as error:
+        error.add_note(f"{rank.place or 'Before the first step'}: raised on rank {os.environ['RANK']}.")
         rank.close(130 if isinstance(error, KeyboardInterrupt) else 1, f"raised {type(error).__name__}: {error}")
         raise
     else:
         rank.close()
     finally:
         _current = None
+
+
+def failed_before(error: NarrowgaugeError) -> bool:
+    """Whether another rank has failed already; reports this error to the others where none has. False without a store."""
+    if not _is_rank():
+        return False
+    world = int(os.environ["WORLD_SIZE"])
+    mine = json.dumps({"rank": int(os.environ["RANK"]), "code": error.exit_code, "words": str(error)})
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = StoreClient(*address, f"{prefix_of(world)}/{KEYS}", STORE_S)
+    except OSError:
+        return False
+    try:
+        return store.compare_set("failed", "", mine) != mine
+    except OSError:
+        return False
+    finally:
+        store.close()
 
 
 def _is_rank() -> bool:
@@ -133,6 +154,10 @@ class Watched:
     def place(self, words: str) -> None:
         self._place = words
         self._page.write(words)
+
+    def wait_for_the_end(self) -> None:
+        """Until the sentinel, which has lost the store too, ends this process; returns where it does not."""
+        self._stop.wait(GONE_S + GRACE_S + 2 * STORE_S)
 
     def close(self, code: int = 0, words: str = "", prints: bool = False) -> None:
         """Says goodbye; with a code, that this rank failed, which the sentinel prints unless it is said elsewhere."""

@@ -35,15 +35,13 @@ from typing import Any
 from narrowgauge.errors import PeerError
 from narrowgauge.liveness import processes
 from narrowgauge.liveness.page import Page
-from narrowgauge.liveness.store import ProtocolError, StoreClient
+from narrowgauge.liveness.store import GONE_S, STORE_S, ProtocolError, StoreClient
 
 TICK_S = 0.5
-STORE_S = 3.0  # for an answer of the store
 NOTE_S = 4.0  # that a rank is stopped before it is named
 WAIT_S = 5.0  # that others wait for a rank before it is named
 SILENT_S = 7.0  # without a beat before a rank is named
 LOST_S = 30.0  # without a beat before the run ends: a machine that pauses comes back
-GONE_S = 3.0  # that connections to the store are refused
 KILL_S = 6.0  # between the word to end and SIGKILL
 OWN_KILL_S = 30.0  # the same for a rank that failed by itself and is cleaning up
 AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."

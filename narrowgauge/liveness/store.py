@@ -22,6 +22,8 @@ import struct
 
 MAGIC = 0x3C85F7CE
 VALIDATE, SET, COMPARE_SET, GET, CHECK, PING = 0, 1, 2, 3, 5, 13
+STORE_S = 3.0  # for an answer
+GONE_S = 3.0  # that connections are refused, until the store is taken for gone
 LARGEST_VALUE_BYTES = 1 << 20
 
 

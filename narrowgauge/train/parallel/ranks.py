@@ -210,7 +210,6 @@ class Ranks:
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
                 raise EndedElsewhere(told.get("code", 1)) from error
-            error.add_note(f"{self.place}: raised on rank {self.rank} of {self.world}.")
             if isinstance(error, NarrowgaugeError):
                 error.told = True
                 error.args = (
@@ -289,6 +288,8 @@ class Ranks:
                 missing = [rank for rank in missing if not self._store.check([f"alive-{rank}"])]
                 time.sleep(POLL_S)
         except RuntimeError:
+            if self._live is not None:
+                self._live.wait_for_the_end()  # the sentinel of the first rank of this machine says why
             return PeerError(
                 f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
             )
@@ -364,11 +365,3 @@ def _number(name: str, default: str = "") -> int:
             f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it."
         )
     return int(text)
-
-
-def failed_before(error: NarrowgaugeError) -> bool:
-    """Whether another rank has failed already, of an error before this rank joined the others; tells them of it."""
-    with contextlib.suppress(RuntimeError, ValueError, StopIteration, NarrowgaugeError):
-        store, rank, world = _met(timedelta(seconds=10))
-        return not Ranks(rank, world, store=PrefixStore(liveness.KEYS, store))._fails(error.exit_code, str(error))
-    return False
