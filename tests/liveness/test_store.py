@@ -54,7 +54,7 @@ def test_a_store_that_ends_is_an_error_and_not_a_wait():
     ours.set("a", "1")
     port = served.port
     del served
-    with pytest.raises(OSError, match="closed|reset|Broken pipe"):
+    with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
         for _ in range(100):
             ours.get("a")
     ours.close()
