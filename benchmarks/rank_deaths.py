@@ -205,7 +205,7 @@ def trial(fault: dict[str, Any], place: Path, text: Path) -> dict[str, Any]:
         return fault | {"missed": True, "said": said.read_text("utf-8", "replace")[-2000:] if said.exists() else ""}
     at_s, load = float(mark.read_text("utf-8")), os.getloadavg()[0]
     who = r"(torchrun|the store)" if fault["kind"] == "agent" else rf"rank {fault['rank']}\b"
-    named = re.compile(rf"^(narrowgauge: |WARNING: |.*raised on ).*{who}|^narrowgauge: .*{who}", re.MULTILINE)
+    named = re.compile(rf"^(narrowgauge: |WARNING: |Note: |.*raised on ).*{who}|^narrowgauge: .*{who}", re.MULTILINE)
     limit_s = at_s + ORPHAN_S + (timeout_s if hangs else 0)
     named_s = ended_s = None
     while time.time() < limit_s and (named_s is None or ended_s is None):

@@ -3,8 +3,8 @@
     python3 scripts/watched.py --log FILE [--silent-s 600] [--limit-s 5400] -- COMMAND...
 
 The output is shown too, by a thread of its own: a reader of standard output that stops reading stops that
-thread, and neither the command nor the watch. Where the file has not grown for silent_s, or limit_s has
-passed, the watch appends to it, of every process of the command:
+thread, and neither the command nor the watch. Where the file has not grown for silent_s, a process has been
+stopped (SIGSTOP) for silent_s, or limit_s has passed, the watch appends to it, of every process of the command:
 
     its state, the function of the kernel in which it waits, its command line
     the stack of every thread, of Python processes
@@ -36,6 +36,7 @@ from pathlib import Path
 EXIT_ENDED = 124  # as of timeout(1)
 TOKEN = "NARROWGAUGE_WATCHED"  # in the environment of every process of the command
 POLL_S = 0.2
+LOOK_S = 1.0  # between looks at the states of all processes, 10 ms each
 DUMP_S = 5.0  # for a process to write its stacks
 SHOWN_S = 30.0  # for the reader of standard output, after the command has ended
 STACK_BYTES = 1 << 16
@@ -104,8 +105,8 @@ class Watch:
 
     def _wait(self) -> int:
         """Until the command has ended; ends it where it stands still."""
-        began_s = grew_s = time.monotonic()
-        size = 0
+        began_s = grew_s = looked_s = time.monotonic()
+        size, stopped = 0, dict[int, float]()  # pid -> since when
         while self.child.poll() is None:
             time.sleep(POLL_S)
             now_s = time.monotonic()
@@ -114,6 +115,13 @@ class Watch:
             if now_s - grew_s > self.silent_s:
                 self._end(f"nothing was printed for {self.silent_s:g} s")
                 return EXIT_ENDED
+            if now_s - looked_s > LOOK_S:
+                looked_s = now_s
+                stopped = {each.pid: stopped.get(each.pid, now_s) for each in self._processes() if each.state == "T"}
+                for pid, since_s in stopped.items():
+                    if now_s - since_s > self.silent_s:
+                        self._end(f"pid {pid} was stopped for {self.silent_s:g} s")
+                        return EXIT_ENDED
             if now_s - began_s > self.limit_s:
                 self._end(f"the limit of {self.limit_s:g} s has passed")
                 return EXIT_ENDED

@@ -68,6 +68,20 @@ def test_a_command_that_prints_for_ever_meets_the_limit(tmp_path):
     assert code == 124 and "ci: the limit of 3 s has passed" in log
 
 
+STOPPED = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import os, signal\\ndef one(): os.kill(os.getpid(), signal.SIGSTOP)\\none()"])
+while True:
+    print(".", end="", flush=True); time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_that_is_stopped_ends_what_the_others_still_print(tmp_path):
+    code, log = watched(tmp_path, *program(tmp_path, STOPPED), silent_s=3)
+    assert code == 124 and "was stopped for 3 s. Every process of" in log and "in one" in log
+
+
 @pytest.mark.slow
 def test_a_reader_that_stops_reading_stops_nothing(tmp_path):
     """The command ends, with all that it printed in the log."""
@@ -148,7 +162,7 @@ def test_the_suite_ends_where_one_of_its_processes_is_stopped(tmp_path, who):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI_SILENT_S": "90", "PYTHON": sys.executable}
     done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 124, done.stdout + done.stderr
-    assert "ci: nothing was printed for 90 s" in done.stdout and ", state T, " in done.stdout
+    assert "ci: failed: " in done.stdout and "for 90 s" in done.stdout and ", state T, " in done.stdout
     assert ("in stop_rank_1" if who == "rank" else "in test_stands") in done.stdout
     assert "execnet" in done.stdout  # the stack of the controller or a worker
     assert not [each for each in _processes() if str(tmp_path) in each]

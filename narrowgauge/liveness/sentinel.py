@@ -325,7 +325,8 @@ class Sentinel:
         place = self.page.read()[1]
         if (kind, place) not in self._noted:
             self._noted.add((kind, place))
-            print(f"WARNING: {self._place()}{self.name} {words}", file=sys.stderr, flush=True)
+            prefix = "Note" if kind == "alone" else "WARNING"
+            print(f"{prefix}: {self._place()}{self.name} {words}", file=sys.stderr, flush=True)
 
 
 def _say(words: str) -> None:
