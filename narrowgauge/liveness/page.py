@@ -1,4 +1,4 @@
-"""Progress of a rank, in memory that the rank shares with its sentinel. Writing it costs 1 µs.
+"""Progress of a rank, in memory that the rank shares with its sentinel. Writing it costs 10 µs.
 
     bytes 0 to 8    uint64: how often the rank has reported progress
     bytes 8 to 256  where the run is, UTF-8, filled up with zeros: "step 3"

@@ -1,4 +1,4 @@
-"""The sentinel of a rank: a process of 10 MB that outlives it, reports how it ended, and ends it.
+"""The sentinel of a rank: a process of 16 MB that outlives it, reports how it ended, and ends it.
 
 It imports the standard library alone. It has no part in the rank's interpreter, so a rank that holds
 the GIL for a minute in a C library still has a heartbeat. Keys in the store, beside those of Ranks:
