@@ -43,7 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:narrowgauge.optim steps in plain torch:RuntimeWarning")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    gc.disable()  # until all modules are imported: what they make stays
+    if not _is_controller(config):
+        gc.disable()  # until all modules are imported: what they make stays
+
+
+def _is_controller(config: pytest.Config) -> bool:
+    """Whether this process hands tests to workers of pytest-xdist: it collects none, so nothing would turn gc on again."""
+    return not hasattr(config, "workerinput") and bool(config.getoption("numprocesses", None))
 
 
 def _one_cache_per_configuration() -> None:

@@ -66,6 +66,15 @@ def test_next():
 """
 
 
+COLLECTING = """
+import gc, pathlib
+
+def pytest_sessionfinish(session):
+    who = "worker" if hasattr(session.config, "workerinput") else "controller"
+    pathlib.Path(who).write_text(f"{gc.isenabled()}")
+"""
+
+
 def reported(folder: Path, tests: str, *arguments: str) -> str:
     file = folder / "test_rules.py"
     file.write_text(tests, encoding="utf-8")
@@ -84,6 +93,15 @@ def test_a_test_that_hangs_in_c_is_told_and_the_others_go_on(tmp_path):
     report = reported(tmp_path, HANGING, "-n", "1")
     assert "Timeout (0:00:05)!" in report and "in test_hangs" in report
     assert "FAILED test_rules.py::test_hangs" in report and "PASSED test_rules.py::test_next" in report, report
+
+
+def test_garbage_is_collected_in_the_controller_and_in_workers(tmp_path):
+    (tmp_path / "conftest.py").write_text(COLLECTING, encoding="utf-8")
+    reported(tmp_path, "def test(): pass", "-n", "1")
+    assert {who: (tmp_path / who).read_text("utf-8") for who in ("controller", "worker")} == {
+        "controller": "True",
+        "worker": "True",
+    }
 
 
 @pytest.mark.parametrize(

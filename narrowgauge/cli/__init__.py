@@ -121,9 +121,9 @@ def _another_rank_says(error: NarrowgaugeError) -> bool:
     """Whether this is one of several ranks of torchrun, and another has printed an error: that every setting is wrong is said once."""
     if error.told or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
-    from narrowgauge.train.parallel.ranks import failed_before
+    from narrowgauge import liveness
 
-    return failed_before(error)
+    return liveness.failed_before(error)
 
 
 def _fail(message: object, code: int) -> int:

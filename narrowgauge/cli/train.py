@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
+from narrowgauge import liveness
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import place, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
@@ -25,11 +26,12 @@ FILE = Parameter(help="TOML file with settings.", show_default=False, group=Grou
 
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
-    settings = configuration(config, given)
-    refuse_unknown_recipes(settings)  # before data are read
-    from narrowgauge.train import loop
+    with liveness.watched():  # before torch is imported: a rank may die at any time
+        settings = configuration(config, given)
+        refuse_unknown_recipes(settings)  # before data are read
+        from narrowgauge.train import loop
 
-    return loop.run(settings)
+        return loop.run(settings)
 
 
 def refuse_unknown_recipes(settings: TrainConfig) -> None:

@@ -28,8 +28,8 @@ from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.distributed.generators import generators, seed_all, seed_of, set_generators
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.topology import Topology
-from narrowgauge.distributed.torch_private import in_backward, is_rehearsal
-from narrowgauge.errors import CheckpointError
+from narrowgauge.distributed.torch_private import has_compiled, in_backward, is_rehearsal
+from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
@@ -75,6 +75,8 @@ class Agreement:
     gradients     how gradients travel, and the state of that
     tells         "gradient", "weight" -> what says in words how that of a layer travels
     is_counted    random numbers go by micro-batch though no layer is converted; then who trains calls `end_step(())` after each step
+    arranged      what the ranks were compared by: (layers and recipes, groups of ranks that read other data)
+    waits_for     the wrapper whose other ranks wait for this one's gradients: "DistributedDataParallel", "fully_shard", or ""
     number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
     """
 
@@ -89,6 +91,8 @@ class Agreement:
     gradients: Gradients | None = None
     tells: dict[str, Callable[[QLinear], str]] = field(default_factory=dict)
     is_counted: bool = False
+    arranged: Any = None
+    waits_for: str = ""
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)
@@ -180,6 +184,12 @@ class Agreement:
     @torch.no_grad()
     def end_step(self, ended: Collection[QLinear]) -> None:
         """Before windows, steps and samplers take over what was seen in the step."""
+        if self.waits_for and self.arrange is not None and self.layers and not self.micro_batch and not has_compiled():
+            raise ConfigError(
+                f"advance: rank {dist.get_rank()} has run no forward pass with gradients since distribute, and {self.waits_for} on the "
+                "other ranks waits for its gradients. Give every rank a batch in every step, with drop_last=True or a "
+                "DistributedSampler."
+            )
         members: dict[tuple[dist.ProcessGroup, ...], list[QLinear]] = {}
         for layer, peers in self.layers.items():  # in one order on all ranks
             if layer in ended and peers.groups:

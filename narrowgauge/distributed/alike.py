@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,15 +13,25 @@ import torch.distributed as dist
 from narrowgauge.errors import ConfigError
 
 
-def refuse_others(asked: Mapping[str, Any], groups: Iterable[dist.ProcessGroup], device: torch.device | str) -> None:
+def refuse_others(
+    asked: Mapping[str, Any],
+    groups: Iterable[dist.ProcessGroup],
+    device: torch.device | str,
+    timeout_s: float | None = None,
+) -> None:
     """Raises ConfigError on every rank of each group if a value differs on one: numbers, words, None and tuples of them.
 
     The names must be the same on all ranks. Costs one small all-reduce, and a second exchange where something differs.
+    timeout_s: for the other ranks to join in, or RuntimeError; None: the group's own.
     """
     digests = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in asked.values()]
     for group in groups:
         both = torch.tensor([digests, [-digest for digest in digests]], device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        if timeout_s is None:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        else:
+            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+            work.wait(timedelta(seconds=timeout_s))
         highest, lowest = both.tolist()
         for (name, value), high, low in zip(asked.items(), highest, lowest, strict=True):
             if high == -low:

@@ -20,9 +20,11 @@ from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Numbers, Reduce
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import ddp_around
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, PeerError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
+
+FIRST_FORWARD_S = 300.0  # for the slowest rank to begin its first forward pass
 
 
 def arrange(
@@ -73,9 +75,11 @@ def _arrange(
                 "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel."
             )
     recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
-    refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
+    _refuse_other_recipes(agreement, topology, model, recipes, is_running)
     topology.refuse_steps_that_nobody_sums(layers)
     agreement.replica = topology.replica
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    agreement.waits_for = topology.wrapper if several and not is_stage else ""
     agreement.layers = {
         layer: Peers(agreement, plain_name(name), topology.groups_of(layer), topology.shard_of(layer))
         for layer, name in layers.items()
@@ -92,6 +96,32 @@ def _arrange(
         if topology.fsdp and dist.get_world_size() > 1:
             agreement.tells["weight"] = _gathers_whole
     return topology
+
+
+def _refuse_other_recipes(
+    agreement: Agreement, topology: Topology, model: nn.Module, recipes: tuple[str, ...], is_running: bool
+) -> None:
+    """Raises ConfigError on all ranks where layers or recipes differ.
+
+    The first forward pass repeats the comparison only where this rank has changed since `distribute`: a rank that
+    has no batch runs no forward pass, and the others would wait for it. Where they have to wait, they raise PeerError
+    after FIRST_FORWARD_S.
+    """
+    arranged = (recipes, topology.replicas)
+    if is_running and arranged == agreement.arranged:
+        return
+    agreement.arranged = arranged
+    if not is_running:
+        refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
+        return
+    try:
+        refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model), FIRST_FORWARD_S)
+    except RuntimeError as error:
+        raise PeerError(
+            f"distribute: rank {dist.get_rank()} is in its first forward pass since the model was wrapped or converted, and "
+            f"another rank has not begun its own within {FIRST_FORWARD_S:g} s: {str(error).splitlines()[0][:200]} Give every "
+            "rank a batch in every step, or call distribute after the model was wrapped."
+        ) from error
 
 
 def _refuse_codes(topology: Topology, model: nn.Module, weights: Weights) -> None:

@@ -63,6 +63,11 @@ class Topology:
             groups.append(replicas)
         return cls(ddp, fsdp, mesh, tuple(groups))
 
+    @property
+    def wrapper(self) -> str:
+        """Whose backward pass waits for the gradients of all ranks; "" for none."""
+        return "fully_shard" if self.fsdp else "DistributedDataParallel" if self.ddp else ""
+
     def device(self, model: nn.Module) -> torch.device | str:
         """Where messages of the groups are made."""
         if self.mesh is not None:

@@ -2,6 +2,7 @@
 
 ReduceScatter        base class of what `FSDPModule.set_custom_reduce_scatter`, which is public, takes; it has no public address
 DefaultReduceScatter that of torch, to go back to
+has_compiled         hooks of a compiled model leave no trace, and nothing public says that one was compiled
 in_backward          activation checkpointing repeats a forward pass inside a backward pass, and nothing public says that one runs
 parameter_group      of a module of fully_shard: its mesh, and how it reshards after the forward pass
 gathered_parameters  of a module of fully_shard: what stands in the place of shards while they are gathered
@@ -31,7 +32,7 @@ from narrowgauge.errors import BackendError
 
 __all__ = [
     "STAGES", "DefaultReduceScatter", "ReduceScatter", "ddp_around", "gathered_parameters",
-    "in_backward", "is_rehearsal", "leave_out_of_ddp",
+    "has_compiled", "in_backward", "is_rehearsal", "leave_out_of_ddp",
     "leave_out_of_later_ddp",
     "local_tensor", "parameter_group", "parameters_of_ddp",
 ]  # fmt: skip
@@ -42,6 +43,12 @@ TRAINING = ("forward_maybe_with_nosync", "forward_one_chunk")  # methods of a st
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has traced anything in this process: a compiled model runs its hooks without Python."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters["frames"]["total"])
 
 
 def parameter_group(module: FSDPModule) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import pytest
@@ -11,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
+from narrowgauge.distributed import arrange
 from narrowgauge.errors import CheckpointError, ConfigError
 from tests.distributed.models import build, micro_batch, state, train
+from tests.distributed.ranks import RankError
 
 
 def _said(gradients):
@@ -267,12 +270,12 @@ def test_seeds_are_whole_numbers(seed):
         ng.distribute(build("fp8-current"), seed=seed)
 
 
-def _without_a_batch():
-    """Rank 1 has none in the second step, and the loop sums gradients by itself."""
+def _without_a_batch(missing):
+    """Rank 1 has none in that step, and the loop sums gradients by itself."""
     model = ng.distribute(build("int4-hq-bs"), replicas=dist.group.WORLD, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        if dist.get_rank() == 0 or step != 1:
+        if dist.get_rank() == 0 or step != missing:
             model(micro_batch(step, dist.get_rank())[0]).square().mean().backward()
         for each in model.parameters():
             each.grad = torch.zeros_like(each) if each.grad is None else each.grad
@@ -282,5 +285,40 @@ def _without_a_batch():
     return ng.distributed.agreement_of(model).step
 
 
-def test_a_rank_without_a_batch_counts_its_steps(ranks):
-    assert ranks(2)(_without_a_batch) == [3, 3]
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_without_a_batch_counts_its_steps(ranks, missing):
+    """In the first step too, where the forward pass of the other rank used to wait for its own."""
+    assert ranks(2)(_without_a_batch, missing) == [3, 3]
+
+
+def _wrapped_without_a_batch(wrap):
+    model = build("fp8-delayed")
+    model = DistributedDataParallel(model) if wrap == "DistributedDataParallel" else fully_shard(model)
+    ng.distribute(model)
+    if dist.get_rank() == 0:
+        model(micro_batch(0, 0)[0]).square().mean().backward()
+    ng.advance(model)
+
+
+@pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
+def test_a_wrapper_that_waits_for_a_rank_without_a_batch_is_named(ranks, wrap):
+    words = rf"advance: rank 1 has run no forward pass with gradients since distribute, and {wrap} on the"
+    with pytest.raises(RankError, match=words):
+        ranks(2)(_wrapped_without_a_batch, wrap)
+
+
+def _wrapped_late_without_a_batch():
+    arrange.FIRST_FORWARD_S = 0.5
+    model = ng.distribute(build("fp8-delayed"), replicas=dist.group.WORLD)
+    ng.convert(model, "fp8-row")
+    if dist.get_rank() == 0:
+        model(micro_batch(0, 0)[0])
+    else:
+        time.sleep(30)
+
+
+def test_a_rank_that_does_not_come_to_a_comparison_is_an_error_and_not_a_hang(ranks):
+    with pytest.raises(
+        RankError, match=r"rank 0 is in its first forward pass .* within 0\.5 s: .* Give every rank a batch"
+    ):
+        ranks(2)(_wrapped_late_without_a_batch)

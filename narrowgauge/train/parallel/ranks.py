@@ -10,9 +10,10 @@ Two ways connect them: collectives of the process group, with its time-out, and 
     first-7     the seventh thing that rank 0 did alone is done
     failed      the first rank that failed says so, with its exit code, before it ends; it alone prints its error
     alive-1     rank 1 saw a collective break and lives
+    beat-1      the sentinel of rank 1 reports once a second (narrowgauge.liveness)
 
-A rank whose collective breaks looks for `failed` and ends with that code, silently. If nobody failed, it waits for the others to report
-that they live; those that do not are named, dead or hung.
+A rank whose collective breaks looks for `failed` and ends with that code, silently: the sentinel of a rank that was killed sets it. If
+nobody failed, the rank waits for the others to report that they live. It names those that do not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import contextlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,17 +33,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from narrowgauge import liveness
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
+from narrowgauge.liveness import VARIABLES
+from narrowgauge.liveness.sentinel import AGAIN
 from narrowgauge.train.config.parallel_syntax import Layout
+from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device
 
 T = TypeVar("T")
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 NAMED = re.compile(r"rank \d+: ")  # as errors that all ranks raise alike begin
 REPORT_S = 5.0  # in which ranks that live say so
-BEAT_S = 1.0  # between signs of life of rank 0 while it works alone
+SENTINEL_S = 5.0  # in which the sentinel of a rank has reached the store
 POLL_S = 0.05
 # What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
 
@@ -66,7 +69,8 @@ class Ranks:
         self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
         self._store, self._done = store, 0
         self.layout = Layout(dp=world)  # how they share the run
-        self.place = "before the first step"  # of the run, for messages
+        self._live = liveness.current()
+        self.place = "before the first step"
 
     @classmethod
     @contextmanager
@@ -82,11 +86,23 @@ class Ranks:
         store, rank, world = _met(limit)
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         own = PrefixStore("group", store)
-        ranks = cls(rank, world, local, PrefixStore("run", store), timeout_s)
+        ranks = cls(rank, world, local, PrefixStore(liveness.KEYS, store), timeout_s)
         with ranks.ending_together():
+            ranks._is_watched()
             dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
             yield ranks
         dist.destroy_process_group()
+
+    @property
+    def place(self) -> str:
+        """Where the run is, for messages; every assignment counts as progress."""
+        return self._place
+
+    @place.setter
+    def place(self, words: str) -> None:
+        self._place = words
+        if self._live is not None:
+            self._live.place = words
 
     @property
     def is_first(self) -> bool:
@@ -107,11 +123,11 @@ class Ranks:
         self._done += 1
         key = f"first-{self._done}"
         if self.is_first:
-            with self._beating():
+            with self._alone():
                 result = work()
             self._store.set(key, "done")
             return result
-        self._wait(key)
+        self.wait_for_first_rank(key)
         return None
 
     def told_by_first(self, work: Callable[[], Any]) -> Any:
@@ -185,6 +201,12 @@ class Ranks:
         except BaseException as error:
             if isinstance(error, RuntimeError) and is_lost(error):
                 raise self._explained(error) from error
+            if isinstance(error, SystemExit):
+                error = NarrowgaugeError(
+                    f"{self.place}: rank {self.rank} of {self.world} left the run by sys.exit({error.code!r}). {AGAIN}"
+                )
+                self._fails(error.exit_code, str(error))
+                raise self._told(error) from None
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
                 raise EndedElsewhere(told.get("code", 1)) from error
@@ -205,44 +227,53 @@ class Ranks:
     def _failed(self) -> dict[str, Any] | None:
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
 
+    def _is_watched(self) -> None:
+        """Warns where no sentinel of this rank reaches the store: then a peer that dies is found by time-outs alone."""
+        if self._live is None:
+            return
+        self._live.timeout_s = self.timeout_s
+        until_s = time.monotonic() + SENTINEL_S
+        while not self._store.check([f"beat-{self.rank}"]):
+            if time.monotonic() > until_s:
+                tell(
+                    f"WARNING: rank {self.rank} of {self.world} is not watched: its sentinel has not reached the store of torchrun "
+                    f"within {SENTINEL_S:g} s. A rank that dies or hangs is named after --timeout-s alone."
+                )
+                return
+            time.sleep(POLL_S)
+
     @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Rank 0 tells the others that it lives while it works alone."""
-        done = threading.Event()
-
-        def beat() -> None:
-            while not done.wait(BEAT_S):
-                with contextlib.suppress(RuntimeError):  # the store is gone: rank 0 meets that by itself
-                    self._store.set("pulse", str(time.monotonic()))
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
+    def _alone(self) -> Iterator[None]:
+        """The others wait for this rank as long as it takes; only its end, or a stop by a signal, ends them."""
+        if self._live is None:
+            yield
+            return
+        self._live.is_alone = True
         try:
             yield
         finally:
-            done.set()
-            thread.join()
+            self._live.is_alone = False
 
-    def _wait(self, key: str) -> None:
-        """Until rank 0 has set it. Raises PeerError where rank 0 was silent for the time-out, and what another rank failed by."""
-        pulse, since_s = b"", time.monotonic()
+    def wait_for_first_rank(self, key: str) -> None:
+        """Until rank 0 has set the key. Raises EndedElsewhere where a rank or a sentinel reports a failure."""
         while not self._store.check([key]):
             if failed := self._failed():
                 raise EndedElsewhere(failed["code"])
-            now = self._store.get("pulse") if self._store.check(["pulse"]) else b""
-            if now != pulse:
-                pulse, since_s = now, time.monotonic()
-            elif time.monotonic() - since_s > self.timeout_s:
-                words = f"{self.place}: rank 0 of {self.world} did not answer within {self.timeout_s:g} s (timeout_s). {AGAIN}"
-                if not self._fails(PeerError.exit_code, words):
-                    raise EndedElsewhere(PeerError.exit_code)
-                raise self._told(words)
             time.sleep(POLL_S)
 
-    def _told(self, words: str) -> PeerError:
-        found = PeerError(words)
-        found.told = True
-        return found
+    def _where(self, rank: int) -> str:
+        """Where its sentinel saw a rank last, for a sentence."""
+        if not self._store.check([f"beat-{rank}"]):
+            return ""
+        beat = json.loads(self._store.get(f"beat-{rank}"))
+        if not beat.get("where"):
+            return ""
+        innermost = beat["where"].splitlines()[-1].strip()
+        return f" ({beat['host']}, pid {beat['pid']}, {beat['place'] or 'before the first step'}, at {innermost})"
+
+    def _told(self, error: NarrowgaugeError) -> NarrowgaugeError:
+        error.told = True
+        return error
 
     def _explained(self, error: RuntimeError) -> NarrowgaugeError:
         """Who is to blame for a collective that broke."""
@@ -257,6 +288,8 @@ class Ranks:
                 missing = [rank for rank in missing if not self._store.check([f"alive-{rank}"])]
                 time.sleep(POLL_S)
         except RuntimeError:
+            if self._live is not None:
+                self._live.wait_for_the_end()  # the sentinel of the first rank of this machine says why
             return PeerError(
                 f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
             )
@@ -264,7 +297,7 @@ class Ranks:
         if missing:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             did = (
-                f"did not answer within {self.timeout_s:g} s (timeout_s)"
+                f"did not answer within {self.timeout_s:g} s (timeout_s){self._where(missing[0])}"
                 if hung
                 else "ended without a word: killed, or its machine is gone"
             )
@@ -273,10 +306,7 @@ class Ranks:
         words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
         if not self._fails(PeerError.exit_code, words):
             return EndedElsewhere(PeerError.exit_code)
-        return self._told(words)
-
-
-AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
+        return self._told(PeerError(words))
 
 
 def under_torchrun() -> bool:
@@ -324,7 +354,7 @@ def _met(limit: timedelta) -> tuple[Any, int, int]:
             f"rank {rank} of {world} did not meet the others at {place} within {limit.total_seconds():g} s (timeout_s): "
             f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address."
         ) from error
-    return PrefixStore(f"narrowgauge-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{world}", store), rank, world
+    return PrefixStore(liveness.prefix_of(world), store), rank, world
 
 
 def _number(name: str, default: str = "") -> int:
@@ -335,11 +365,3 @@ def _number(name: str, default: str = "") -> int:
             f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it."
         )
     return int(text)
-
-
-def failed_before(error: NarrowgaugeError) -> bool:
-    """Whether another rank has failed already, of an error before this rank joined the others; tells them of it."""
-    with contextlib.suppress(RuntimeError, ValueError, StopIteration, NarrowgaugeError):
-        store, rank, world = _met(timedelta(seconds=10))
-        return not Ranks(rank, world, store=PrefixStore("run", store))._fails(error.exit_code, str(error))
-    return False
