@@ -30,6 +30,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from narrowgauge.diagnose.paired_tests import (
@@ -43,21 +44,14 @@ from narrowgauge.diagnose.paired_tests import (
     spread_of,
 )
 from narrowgauge.diagnose.sensitivity import (
-    CONTROL,
     DIVERGENCE,
-    EVALUATION,
     LARGEST_EXPONENT,
-    PROGRESS,
     SEEDS,
-    TRIVIAL,
     Assay,
     Control,
     Progress,
-    flaw_of_control,
-    flaw_of_evaluation,
-    flaw_of_progress,
-    flaw_of_trivial,
-    narrowed,
+    Reference,
+    assess,
     progress_of,
 )
 from narrowgauge.errors import ConfigError
@@ -330,28 +324,19 @@ def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -
     mean = statistics.fmean(values) if values else None
     # The worse end of the one-sided 95 % interval; of one seed the value itself.
     reached = None if mean is None else mean + sign * (half_width(values, 0.9) or 0.0)
-    predictor, trivial = str(reference.trivial.get("predictor", "")), reference.trivial.get(metric)
-    margin = narrowed(asked, _learnt(metric, progress, mean, trivial, reached))
-    found = None if control is None else _control(control, reference, metric, margin)
-    whole = abs(mean or 0.0) if metric in LOWER_IS_BETTER else 100.0 if metric in PERCENTS else 1.0
-    flaws = {
-        DIVERGENCE: f"{name} diverged itself, at seed {', '.join(map(str, sorted(reference.diverged)))}."
-        if reference.diverged
-        else "",
-        PROGRESS: flaw_of_progress(progress, name),
-        TRIVIAL: flaw_of_trivial(predictor, trivial, reached, sign, name),
-        EVALUATION: flaw_of_evaluation(reference.targets, margin, whole),
-        SEEDS: f"All {len(values)} seeds of {name} gave the same {metric}, so they are no samples."
-        if len(values) > 1 and len(set(values)) == 1
-        else "",
-        CONTROL: flaw_of_control(found, name),
+    trivial = reference.trivial.get(metric)
+    lost = ", ".join(map(str, sorted(reference.diverged)))
+    are_same = len(values) > 1 and len(set(values)) == 1
+    samples = {
+        DIVERGENCE: f"{name} diverged itself, at seed {lost}." if lost else "",
+        SEEDS: f"All {len(values)} seeds of {name} gave the same {metric}, so they are no samples." if are_same else "",
     }
-    if flaws[PROGRESS]:
-        flaws[EVALUATION] = ""  # the margin is zero then, and no evaluation is large enough for it
-    return Assay(
-        asked=asked, margin=margin, progress=progress, mean=mean, predictor=predictor, trivial=trivial, control=found,
-        flaws=tuple((kind, words) for kind, words in flaws.items() if words),
+    known = Reference(
+        name=name, sign=sign, progress=progress, learnt=_learnt(metric, progress, mean, trivial, reached), mean=mean, reached=reached,
+        predictor=str(reference.trivial.get("predictor", "")), trivial=trivial, targets=reference.targets,
+        whole=abs(mean or 0.0) if metric in LOWER_IS_BETTER else 100.0 if metric in PERCENTS else 1.0, samples=samples,
     )  # fmt: skip
+    return assess(known, asked, None if control is None else partial(_control, control, reference, metric))
 
 
 def _learnt(

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -242,3 +242,75 @@ def flaw_of_control(control: Control | None, name: str) -> str:
         f"The positive control, which is bad on purpose, is not shown to be worse than {name} by more than the margin "
         f"({found} over {plural(control.seeds, 'pair')}, one-sided t test at 5{PERCENT})."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What is known of a reference, by metric.
+
+    name       for sentences
+    sign       1 where less of the metric is better, -1 where more is
+    progress   of its training loss
+    learnt     how far the metric moved, in its units; None: not known
+    reached    the metric, at the worse end of its interval over seeds; None: none was measured
+    predictor  the name of the trivial predictor, and its value of the metric; None: not known
+    targets    of one evaluation; None: not known
+    whole      what the metric is a mean of, by size
+    samples    one sentence for each further reason why its runs are no samples, by name of the flaw
+    """
+
+    name: str
+    sign: int = 1
+    progress: Progress | None = None
+    learnt: float | None = None
+    mean: float | None = None
+    reached: float | None = None
+    predictor: str = ""
+    trivial: float | None = None
+    targets: int | None = None
+    whole: float = 0.0
+    samples: Mapping[str, str] = field(default_factory=dict)
+
+
+def assess(reference: Reference, asked: float, control_at: Callable[[float], Control] | None = None) -> Assay:
+    """The rule at the top of this file. control_at: what a positive control shows against a margin; None: none was trained."""
+    margin = narrowed(asked, reference.learnt)
+    control = None if control_at is None else control_at(margin)
+    flaws = {
+        **reference.samples,
+        PROGRESS: flaw_of_progress(reference.progress, reference.name),
+        TRIVIAL: flaw_of_trivial(
+            reference.predictor, reference.trivial, reference.reached, reference.sign, reference.name
+        ),
+        EVALUATION: flaw_of_evaluation(reference.targets, margin, reference.whole),
+        CONTROL: flaw_of_control(control, reference.name),
+    }
+    if flaws[PROGRESS] or flaws[TRIVIAL]:
+        flaws[EVALUATION] = ""  # nothing was learnt: the margin is zero, and no evaluation is large enough for it
+    return Assay(
+        asked=asked, margin=margin, progress=reference.progress, mean=reference.mean, predictor=reference.predictor,
+        trivial=reference.trivial, control=control, flaws=tuple((kind, words) for kind, words in flaws.items() if words),
+    )  # fmt: skip
+
+
+def assess_curve(
+    name: str, losses: Sequence[float], asked: float, trivial: Mapping[str, Any], evaluated: float | None
+) -> Assay:
+    """Of one run that others are compared with, step by step.
+
+    losses     of its training from the first step on, of a branch with its parent's
+    asked      the margin, nats
+    trivial    as `trivial_of` gives it
+    evaluated  the newest validation loss; None: not known
+    """
+    progress = progress_of([losses])
+    reference = Reference(
+        name=name,
+        progress=progress,
+        learnt=progress.shown if progress else 0.0,
+        mean=evaluated,
+        reached=evaluated,
+        predictor=str(trivial.get("predictor", "")),
+        trivial=trivial.get("loss"),
+    )
+    return assess(reference, asked)
