@@ -154,26 +154,40 @@ def _lowered(remedies: list[str]) -> list[str]:
 def progress_of(curves: Iterable[Sequence[float]]) -> Progress | None:
     """The mean progress of runs, from the training losses of their steps, in order.
 
-    A run with a loss that is not finite, or with fewer than FEWEST_STEPS, says nothing. The scatter of one
-    step comes from differences of neighbours, var = mean d^2 / 2: a falling loss makes it larger, so it
-    errs towards "not shown". Cost: one pass.
+    A run with a loss that is not finite, or with fewer than FEWEST_STEPS, says nothing. Cost: one pass.
     """
-    ends, squares, freedom, variance = [], 0.0, 0, 0.0
+    ends = []
     for curve in curves:
-        if len(curve) < FEWEST_STEPS or not all(map(math.isfinite, curve)):
-            continue
         size = max(1, min(ENDS, len(curve) // 4))
-        windows = [curve[:size], curve[-size:]] if size > 2 else [curve]
-        steps = [later - earlier for each in windows for earlier, later in pairwise(each)]
-        scatter = math.fsum(step * step for step in steps) / (2 * len(steps))
-        ends.append((statistics.fmean(curve[:size]), statistics.fmean(curve[-size:])))
-        variance += scatter * 2 / size
-        squares, freedom = squares + scatter, freedom + len(steps)
+        if len(curve) >= FEWEST_STEPS and all(map(math.isfinite, curve)):
+            ends.append((curve[:size], curve[-size:], [curve[:size], curve[-size:]] if size > 2 else [curve]))
+    return _between(ends)
+
+
+def progress_between(first: Sequence[float], last: Sequence[float]) -> Progress | None:
+    """The same from losses of the first steps of a run, and of steps now; None of fewer than FEWEST_STEPS each."""
+    if min(len(first), len(last)) < FEWEST_STEPS or not all(map(math.isfinite, (*first, *last))):
+        return None
+    return _between([(first, last, [first, last])])
+
+
+def _between(ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]]]]) -> Progress | None:
+    """ends: of each run its first and last losses, and the pieces of its curve that the scatter of a step is taken from.
+
+    That is var = mean d^2 / 2 over differences d of neighbours. A falling loss makes it larger, so it errs towards "not shown".
+    """
     if not ends:
         return None
-    first, last = (statistics.fmean(side) for side in zip(*ends, strict=True))
+    freedom, variance = 0, 0.0
+    for first, last, pieces in ends:
+        steps = [later - earlier for piece in pieces for earlier, later in pairwise(piece)]
+        scatter = math.fsum(step * step for step in steps) / (2 * len(steps))
+        variance += scatter * (1 / len(first) + 1 / len(last))
+        freedom += len(steps)
+    begun = statistics.fmean(statistics.fmean(first) for first, _, _ in ends)
+    now = statistics.fmean(statistics.fmean(last) for _, last, _ in ends)
     error = math.sqrt(variance) / len(ends)
-    return Progress(first=first, last=last, shown=max(0.0, first - last - student_quantile(freedom) * error))
+    return Progress(first=begun, last=now, shown=max(0.0, begun - now - student_quantile(freedom) * error))
 
 
 def trivial_of(run: Mapping[str, Any]) -> dict[str, Any]:
