@@ -15,6 +15,7 @@ import difflib
 from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130  # Ctrl-C: the step was finished and a checkpoint saved
+EXIT_CANNOT_TELL = 11  # study, compare: the runs have not learnt enough to tell recipes apart
 EXIT_PREEMPTED = 75  # SIGTERM: likewise; EX_TEMPFAIL, "try again later"
 
 

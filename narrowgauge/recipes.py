@@ -203,9 +203,23 @@ ALL: tuple[Recipe, ...] = (
     INT4_HQ_BS, INT4_HQ_LSS, INT4_LSQ_LUQ, INT4_MINMAX_SR, INT4_ROW_SR, NVFP4, MXFP4,
 )  # fmt: skip
 
+# A recipe that is bad on purpose. A study trains it beside the others and judges nothing unless it sees that
+# this one is worse (a positive control, `diagnose.sensitivity`). grad_output keeps -1, 0 and 1 times its
+# amax; nearest rounding drops every element below half of that, so most of the learning signal is gone.
+# The forward pass is that of bf16: a model that learns nothing has the losses of bf16 and is told from no
+# other recipe. Dead forward products would be told from bf16 by rounding alone, before any learning.
+# Not in ALL: nobody should train with it. Codes lie in int8, so every kernel of integers takes them.
+_TERNARY = Cast(format=replace(INT8, name="ternary", max=1))
+POSITIVE_CONTROL = replace(
+    BF16,
+    name="positive-control",
+    grad_input=replace(BF16.grad_input, lhs=_TERNARY),
+    grad_weight=replace(BF16.grad_weight, lhs=_TERNARY),
+)
+
 
 def names() -> tuple[str, ...]:
-    """The names of all recipes."""
+    """The names of all recipes that are meant to be trained with."""
     return tuple(recipe.name for recipe in ALL)
 
 
@@ -225,7 +239,10 @@ AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-
 
 
 def get(name: str) -> Recipe:
-    """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for. Raises ConfigError with the closest."""
+    """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for.
+
+    Also POSITIVE_CONTROL, which `names` leaves out. Raises ConfigError with the closest name.
+    """
     if not isinstance(name, str):
         raise ConfigError(f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.")
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
@@ -233,7 +250,7 @@ def get(name: str) -> Recipe:
         raise ConfigError(
             "recipes.get: 'auto' is no recipe but a choice among them for each layer. Give it to convert(), or to train as --recipe."
         )
-    for recipe in ALL:
+    for recipe in (*ALL, POSITIVE_CONTROL):
         if recipe.name == name:
             return recipe
     raise ConfigError(f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from narrowgauge.errors import EXIT_CANNOT_TELL
+
 
 def compare(*runs: Path) -> int:
     """Say whether runs that share batches, as a run and its branches, have the same curve.
@@ -17,4 +19,4 @@ def compare(*runs: Path) -> int:
     print(found.text)
     for each in found.judged:
         print(each.pair.verdict)
-    return 0
+    return EXIT_CANNOT_TELL if any(each.cannot_tell for each in found.judged) else 0

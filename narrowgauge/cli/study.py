@@ -38,6 +38,9 @@ def study(
     margin: Annotated[str, _flag("Difference that does not matter, as 0.25% or 0.003. [0.25% of a loss, 0.01 of a score]")] = "",
     metric: Annotated[str, _flag("What is judged, at the last evaluation. [what chooses the best weights, or the loss]")] = "",
     parallel: Annotated[str, _flag("Runs at a time; auto: as cores, memory and GPUs allow. [auto]")] = "auto",
+    control: Annotated[
+        bool, _flag("Also train a recipe that is bad on purpose, once a seed: the verdicts need to see that it is. [on]")
+    ] = True,
     output: Annotated[str, _flag("Folder of the study. [runs/study]")] = "runs/study",
     **given: Any,
 ) -> int:  # fmt: skip
@@ -55,7 +58,7 @@ def study(
     settings = toml.build(shared, {key: (value, flag(key)) for key, value in keys.items()})
     asked = plan.Study(
         config=settings, recipes=_names(recipes), seeds=_seeds(seeds), output=Path(output), metric=metric, margin=margin,
-        parallel=_parallel(parallel),
+        parallel=_parallel(parallel), control=control,
     )  # fmt: skip
     return runner.run(asked).exit_code
 

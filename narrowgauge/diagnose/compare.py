@@ -19,6 +19,7 @@ from typing import Any
 from narrowgauge.diagnose.band import Estimate, estimate, moving, spread, window_radius
 from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.left_out import other_steps, words
+from narrowgauge.diagnose.sensitivity import Assay
 
 Event = dict[str, Any]
 
@@ -61,13 +62,23 @@ class Comparison:
     reference_nonfinite: int | None
     left_out: tuple[int, ...] = ()  # batches, at loss spikes
     reference_left_out: tuple[int, ...] = ()
+    assay: Assay | None = None  # of the reference; None: not asked
+
+    @property
+    def cannot_tell(self) -> bool:
+        """Whether the steps show no difference, and could not have shown one (`sensitivity`)."""
+        return (
+            self.assay is not None and not self.assay.is_sensitive and self.training_finding in ("noise", "identical")
+        )
 
     @property
     def finding(self) -> str:
-        """'nonfinite', 'unpaired', or the `training_finding`."""
+        """'nonfinite', 'unpaired', 'insensitive' (see `cannot_tell`), or the `training_finding`."""
         if self.run_nonfinite is not None or self.reference_nonfinite is not None:
             return "nonfinite"
-        return "unpaired" if self.unpaired else self.training_finding
+        if self.unpaired:
+            return "unpaired"
+        return "insensitive" if self.cannot_tell else self.training_finding
 
     @property
     def training_finding(self) -> str:
@@ -93,6 +104,8 @@ class Comparison:
         if sentences and self.steps:
             sentences.append("The rest compares the steps before.")
         sentences.append(self._about_training())
+        if self.finding == "insensitive" and self.assay is not None:
+            sentences.append(f"Unknown: {self.assay.sentence[0].lower()}{self.assay.sentence[1:]}")
         if self.validation is not None:
             sentences.append(self._about_validation(self.validation))
         if self.tail is not None:
@@ -154,8 +167,13 @@ def compare(
     run_name: str,
     reference_name: str,
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    assay: Assay | None = None,
 ) -> Comparison:
-    """The comparison of two lists of events as `runs.read_metrics` returns them. left_out: the batches that each left out (`left_out`)."""
+    """The comparison of two lists of events as `runs.read_metrics` returns them.
+
+    left_out  the batches that each left out (`left_out`)
+    assay     whether the reference could have shown a difference (`sensitivity`); None: not asked
+    """
     ours, theirs = step_events(run), step_events(reference)
     common = sorted(ours.keys() & theirs.keys())
     steps = [step for step in common if finite_loss(ours[step]) and finite_loss(theirs[step])]
@@ -185,6 +203,7 @@ def compare(
         reference_nonfinite=first_nonfinite(reference),
         left_out=left_out[0],
         reference_left_out=left_out[1],
+        assay=assay,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 from narrowgauge.diagnose import compare as pairs
 from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import count, elsewhere, plural
+from narrowgauge.diagnose.guard.evidence import MARGIN
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import SameCurve, judge
+from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
 from narrowgauge.errors import ConfigError
 
 CONTROL = "micro_batches"  # another order of summation
@@ -78,6 +81,11 @@ class Judged:
     reference: Member
     curve: SameCurve
     pair: pairs.Comparison
+
+    @property
+    def cannot_tell(self) -> bool:
+        """Whether the reference could not have shown a difference, and none was seen."""
+        return bool(self.curve.why) or self.pair.finding == "insensitive"
 
     @property
     def sentences(self) -> list[str]:
@@ -207,13 +215,40 @@ def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Membe
         for pair in controls
         if set(steps) <= {*_same_batches(*pair)}
     ]
-    curve = judge([first.losses[step] for step in steps], [other.losses[step] for step in steps], on_steps)  # type: ignore[arg-type]
-    return Judged(
-        run=first,
-        reference=other,
-        curve=curve,
-        pair=pairs.compare(first.events, other.events, first.recipe, other.recipe, (first.left_out, other.left_out)),
+    assay_at = partial(assay_of, other)
+    curve = judge(
+        [first.losses[step] for step in steps],
+        [other.losses[step] for step in steps],
+        on_steps,  # type: ignore[arg-type]
+        assay_at=assay_at,
     )
+    left = (first.left_out, other.left_out)
+    pair = pairs.compare(
+        first.events, other.events, first.recipe, other.recipe, left, assay_at(MARGIN * abs(curve.loss))
+    )
+    return Judged(run=first, reference=other, curve=curve, pair=pair)
+
+
+def assay_of(reference: Member, margin: float, name: str = "") -> Assay:
+    """Whether a run could have shown a difference to others. margin: nats; name: for sentences, '' for its folder's."""
+    evaluated = [loss for _, loss in pairs.evaluations(reference.events)]
+    return assess_curve(
+        name or reference.name,
+        whole_curve(reference),
+        margin,
+        trivial_of(reference.run),
+        evaluated[-1] if evaluated else None,
+    )
+
+
+def whole_curve(member: Member) -> list[float]:
+    """Losses from the first step on: of a branch those of its parents before it, as far as their folders are there."""
+    own, seen, found = member, {member.folder.resolve()}, dict(member.losses)
+    while (folder := parent_of(own)) is not None and folder.resolve() not in seen:
+        begun, own = own.parent["step"], read(folder)
+        seen.add(own.folder.resolve())
+        found |= {step: loss for step, loss in own.losses.items() if step <= begun}
+    return [loss for _, loss in sorted(found.items())]
 
 
 def _same_batches(one: Member, other: Member) -> list[int]:

@@ -118,6 +118,10 @@ DATA = {
     **dict.fromkeys(("documents", "train_tokens", "validation_tokens", "rows", "train_examples", "validation_examples"), SIZES),
     "source": text, "unigram_entropy": either(SIZE, NOTHING),
 }  # fmt: skip
+TRIVIAL_SCORES = dict.fromkeys(
+    ("accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf"),
+    number(-1.000001, 100.0001),
+)
 RUN = record(
     {},
     {
@@ -129,6 +133,7 @@ RUN = record(
         "switches": listed(record({"step": COUNT, "switch": text})),
         "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "left_out": listed(COUNT),
+        "trivial": record({}, {"predictor": text, "loss": SIZE, "perplexity": SIZE, **TRIVIAL_SCORES}),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip

@@ -6,6 +6,7 @@
     same          |difference| <= CONTROLS * control
     small         more than control, and within the margin: a share of the reference's loss, or so many nats
     differs       more than both
+    unknown       too few steps, no control, or a reference that could not have shown a difference (`sensitivity`)
 
 One number for a stretch: neighbouring steps depend on each other, so they are no samples. With one control the verdict says what this pair
 of curves shows, not what holds over seeds (`seeds`) or checks (`guard.evidence`).
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.diagnose.format_text import decimals, loss_value, plural, signed
 from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN
+from narrowgauge.diagnose.sensitivity import Assay
 
 BLOCKS = 4
 CONTROLS = 2.0  # times the largest control: two continuations that differ in rounding alone are as far from a third as from each other
@@ -38,6 +40,7 @@ class SameCurve:
     control: float | None
     margin: float
     steps: int
+    why: str = ""  # it is unknown: the reference could not have shown a difference
 
     def event(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -52,6 +55,8 @@ class SameCurve:
 
     def sentence(self, change: str = "the number format") -> str:
         """change: what differs between the two, which is or is not the cause."""
+        if self.why:
+            return f"Unknown: {self.why[0].lower()}{self.why[1:]}"
         if not self.steps:
             return "Not known: they have no step on the same batch in common."
         if not math.isfinite(self.loss) and self.name == SAME:
@@ -83,8 +88,13 @@ def judge(
     controls: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
     margin: float = MARGIN,
     least_margin: float = LEAST_MARGIN,
+    assay_at: Callable[[float], Assay] | None = None,
 ) -> SameCurve:
-    """Losses of the same steps, in order; controls: pairs of losses of the same steps. A curve may end early, where its loss was lost."""
+    """Losses of the same steps, in order; controls: pairs of losses of the same steps. A curve may end early, where its loss was lost.
+
+    assay_at  whether the reference could have shown a difference, by a margin in nats (`sensitivity`). None does not ask: of a stretch
+              that is searched for a cause, which no claim about recipes follows from
+    """
     shortest = min(len(run), len(reference))
     lost = [_is_lost(each) for each in (run, reference)]
     if any(lost):
@@ -99,6 +109,9 @@ def judge(
     difference = statistics.fmean(a - b for a, b in zip(run[half], reference[half], strict=True))
     loss = statistics.fmean(reference[half])
     allowed = max(margin * abs(loss), least_margin)
+    assay = None if assay_at is None else assay_at(allowed)
+    if assay is not None and assay.is_sensitive:
+        allowed = assay.margin
     found = [size for pair in controls if (size := control_of(*pair)) is not None]
     control = max(found, default=None)
     name = UNKNOWN
@@ -106,7 +119,9 @@ def judge(
         name = SAME if abs(difference) <= CONTROLS * control else SMALL if abs(difference) <= allowed else DIFFERS
     if not any(a != b for a, b in zip(run, reference, strict=False)):
         name, control = SAME, control or 0.0
-    return SameCurve(name=name, difference=difference, loss=loss, control=control, margin=allowed, steps=count)
+    why = "" if assay is None or name == DIFFERS else assay.sentence
+    name = UNKNOWN if why else name
+    return SameCurve(name=name, difference=difference, loss=loss, control=control, margin=allowed, steps=count, why=why)
 
 
 def control_of(one: Sequence[float], other: Sequence[float]) -> float | None:

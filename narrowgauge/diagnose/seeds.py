@@ -11,7 +11,11 @@ above zero. Tests and intervals: `paired_tests`. With a margin, chosen before th
     not worse         shown (one-sided, 5 %): harm below the margin; whether it is better by more than that is open
     identical         every pair has the same value
     diverged          a run of the recipe ended with numbers that are not finite, and the reference's of that seed did not
-    not known yet     none of these: too few seeds for this spread. `needed` says how many, by the power of the test of equivalence
+    unknown           none of these: too few seeds for this spread. `needed` says how many, by the power of the test of equivalence
+
+All but worse and diverged also need a reference that could have shown a difference (assay sensitivity, `sensitivity`): one that
+learnt, beats the trivial predictor and is told from a positive control. Else the verdict is unknown, and the margin is never more
+than a share of what the reference learnt. Reports group these names into four (`OUTCOMES`): worse, better, equivalent, unknown.
 
 Beside it the reference's own interval: where one more seed of the reference would fall (a 95 % prediction interval), which is how scores of
 downstream tasks are judged in practice. A mean inside it is no proof of equivalence: with few seeds that interval is wide.
@@ -26,6 +30,8 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from narrowgauge.diagnose.paired_tests import (
     ALPHA,
@@ -37,10 +43,26 @@ from narrowgauge.diagnose.paired_tests import (
     pairs_needed,
     spread_of,
 )
+from narrowgauge.diagnose.sensitivity import (
+    DIVERGENCE,
+    LARGEST_EXPONENT,
+    SEEDS,
+    Assay,
+    Control,
+    Progress,
+    Reference,
+    assess,
+    progress_of,
+)
 from narrowgauge.errors import ConfigError
 
 WORSE, BETTER, EQUIVALENT, NOT_WORSE = "worse", "better", "equivalent", "not worse"
-IDENTICAL, DIVERGED, UNKNOWN = "identical", "diverged", "not known yet"
+IDENTICAL, DIVERGED, UNKNOWN = "identical", "diverged", "unknown"
+OUTCOMES = {  # the four words of every verdict; "not worse" leaves open whether it is better or equivalent
+    WORSE: WORSE, DIVERGED: WORSE, BETTER: BETTER, EQUIVALENT: EQUIVALENT, IDENTICAL: EQUIVALENT, NOT_WORSE: UNKNOWN,
+    UNKNOWN: UNKNOWN,
+}  # fmt: skip
+PERCENTS = ("bleu", "chrf")  # scores up to 100; other scores reach 1
 LOWER_IS_BETTER = ("loss", "perplexity")
 NOT_FINITE = "not finite"  # how a run ended; the other ways say nothing of a recipe's numbers
 
@@ -86,12 +108,18 @@ class Runs:
     values   seed -> the metric of its last evaluation, of finished runs
     failed   seed -> how it ended: NOT_FINITE, "out of memory", ...
     left_out seed -> the batches that it left out at loss spikes
+    curves   seed -> training losses of its steps, in order
+    trivial  of the evaluated targets: {"predictor": its name, metric: its value}, as run.json has it; {}: not known
+    targets  of an evaluation, the fewest of all runs; None: not known
     """
 
     name: str
     values: Mapping[int, float]
     failed: Mapping[int, str] = field(default_factory=dict)
     left_out: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    curves: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    trivial: Mapping[str, Any] = field(default_factory=dict)
+    targets: int | None = None
 
     @property
     def finite(self) -> dict[int, float]:
@@ -138,12 +166,14 @@ class Verdict:
     p_better: float
     p_not_worse: float
     p_equivalent: float
+    limit: float  # the margin in the metric's units: that of `assay`, or where the assay is not sensitive the one asked for
+    assay: Assay
     holds_together: bool | None = None  # with Holm's correction over all recipes; None: one recipe, or nothing shown
 
     @property
     def sign(self) -> int:
         """1 where a positive difference is harm, -1 where a higher metric is better."""
-        return 1 if self.metric in LOWER_IS_BETTER else -1
+        return sign_of(self.metric)
 
     @property
     def mean(self) -> float | None:
@@ -161,9 +191,8 @@ class Verdict:
 
     @property
     def absolute_margin(self) -> float | None:
-        """In units of the metric; a share is of the reference's mean over the pairs."""
-        paired = [self.reference.values[seed] for seed in self.seeds]
-        return self.margin.of(statistics.fmean(paired)) if paired else None
+        """In units of the metric; None without a pair."""
+        return self.limit if self.seeds else None
 
     @property
     def own_interval(self) -> OwnInterval | None:
@@ -198,10 +227,26 @@ class Verdict:
         """One of the verdicts at the top of this file."""
         if self.lost_by_divergence:
             return DIVERGED
-        if len(self.differences) > 1 and not any(self.differences):
-            return IDENTICAL
         shown = {WORSE: self.p_worse, BETTER: self.p_better, EQUIVALENT: self.p_equivalent, NOT_WORSE: self.p_not_worse}
-        return next((name for name, p in shown.items() if p < ALPHA), UNKNOWN)
+        found = next((name for name, p in shown.items() if p < ALPHA), UNKNOWN)
+        if len(self.differences) > 1 and not any(self.differences):
+            found = IDENTICAL
+        return found if found == WORSE or self.assay.is_sensitive else UNKNOWN
+
+    @property
+    def outcome(self) -> str:
+        """worse, better, equivalent or unknown."""
+        return OUTCOMES[self.name]
+
+    @property
+    def cannot_tell(self) -> bool:
+        """Whether it is unknown because the runs could not have shown a difference, which more seeds do not mend."""
+        return self.name == UNKNOWN and not self.assay.is_sensitive
+
+    @property
+    def lacks_control(self) -> bool:
+        """Whether it says that a difference is absent, and no positive control has shown that one would be seen."""
+        return self.name in (EQUIVALENT, NOT_WORSE, IDENTICAL) and self.assay.control is None
 
     @property
     def p(self) -> float | None:
@@ -216,7 +261,7 @@ class Verdict:
         None for more than MOST; of a verdict that is known, or has no spread, there is no such pair.
         """
         spread, margin, mean = spread_of(self.differences), self.absolute_margin, self.mean
-        if not spread or not margin or mean is None or self.name != UNKNOWN:
+        if not spread or not margin or mean is None or self.name != UNKNOWN or self.cannot_tell:
             return None
         return pairs_needed(spread, margin), pairs_needed(spread, margin, mean)
 
@@ -224,7 +269,8 @@ class Verdict:
         """What stands behind the verdict, for JSON."""
         interval, own = self.interval, self.own_interval
         return {
-            "recipe": self.runs.name, "verdict": self.name, "seeds": list(self.seeds),
+            "recipe": self.runs.name, "verdict": self.name, "outcome": self.outcome, "sensitivity": self.assay.facts(),
+            "seeds": list(self.seeds),
             "values": [self.runs.values[seed] for seed in self.seeds],
             "reference_values": [self.reference.values[seed] for seed in self.seeds],
             "differences": list(self.differences), "mean": self.mean,
@@ -238,8 +284,14 @@ class Verdict:
         }  # fmt: skip
 
 
-def judge(runs: Runs, reference: Runs, metric: str, margin: Margin | None = None) -> Verdict:
-    """The verdict on one recipe. ConfigError for a margin that is nothing, as a share of a mean of zero."""
+def judge(
+    runs: Runs, reference: Runs, metric: str, margin: Margin | None = None, control: Runs | None = None
+) -> Verdict:
+    """The verdict on one recipe.
+
+    control  runs of the positive control; None: none was trained
+    ConfigError for a margin that is nothing, as a share of a mean of zero.
+    """
     margin = margin or Margin.usual(metric)
     ours, theirs = runs.finite, reference.finite
     seeds = tuple(sorted(ours.keys() & theirs.keys()))
@@ -249,19 +301,75 @@ def judge(runs: Runs, reference: Runs, metric: str, margin: Margin | None = None
         raise ConfigError(
             f"margin = {margin}: is a share of {reference.name}'s mean {metric}, which is zero. Give a difference, as 0.01."
         )
-    sign = 1 if metric in LOWER_IS_BETTER else -1
-    harm = [sign * each for each in differences]
+    assay = assay_of(reference, metric, absolute, control)
+    limit = assay.margin if assay.is_sensitive else absolute
+    harm = [sign_of(metric) * each for each in differences]
     relief = [-each for each in harm]
     return Verdict(
         runs=runs, reference=reference, metric=metric, margin=margin, seeds=seeds, differences=differences,
-        p_worse=p_above(harm, absolute), p_better=p_above(relief, absolute), p_not_worse=p_above(relief, -absolute),
-        p_equivalent=p_equivalent(harm, absolute),
+        p_worse=p_above(harm, limit), p_better=p_above(relief, limit), p_not_worse=p_above(relief, -limit),
+        p_equivalent=p_equivalent(harm, limit), limit=limit, assay=assay,
     )  # fmt: skip
 
 
-def judge_all(runs: Sequence[Runs], metric: str, margin: Margin | None = None) -> list[Verdict]:
+def sign_of(metric: str) -> int:
+    """1 where a positive difference is harm, -1 where a higher metric is better."""
+    return 1 if metric in LOWER_IS_BETTER else -1
+
+
+def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -> Assay:
+    """Whether runs of the reference could have shown a difference (`sensitivity`). asked: a margin in units of the metric."""
+    name, sign, values = reference.name, sign_of(metric), list(reference.finite.values())
+    progress = progress_of(reference.curves[seed] for seed in reference.finite if seed in reference.curves)
+    mean = statistics.fmean(values) if values else None
+    # The worse end of the one-sided 95 % interval; of one seed the value itself.
+    reached = None if mean is None else mean + sign * (half_width(values, 0.9) or 0.0)
+    trivial = reference.trivial.get(metric)
+    lost = ", ".join(map(str, sorted(reference.diverged)))
+    are_same = len(values) > 1 and len(set(values)) == 1
+    samples = {
+        DIVERGENCE: f"{name} diverged itself, at seed {lost}." if lost else "",
+        SEEDS: f"All {len(values)} seeds of {name} gave the same {metric}, so they are no samples." if are_same else "",
+    }
+    known = Reference(
+        name=name, sign=sign, progress=progress, learnt=_learnt(metric, progress, mean, trivial, reached), mean=mean, reached=reached,
+        predictor=str(reference.trivial.get("predictor", "")), trivial=trivial, targets=reference.targets,
+        whole=abs(mean or 0.0) if metric in LOWER_IS_BETTER else 100.0 if metric in PERCENTS else 1.0, samples=samples,
+    )  # fmt: skip
+    return assess(known, asked, None if control is None else partial(_control, control, reference, metric))
+
+
+def _learnt(
+    metric: str, progress: Progress | None, mean: float | None, trivial: float | None, reached: float | None
+) -> float | None:
+    """What the reference learnt, in units of the metric; None: not known, of a score without a trivial predictor."""
+    shown = progress.shown if progress else 0.0
+    if metric == "loss":
+        return shown
+    if metric == "perplexity":
+        return abs(mean or 0.0) * math.expm1(min(shown, LARGEST_EXPONENT))
+    if trivial is None or reached is None:
+        return None if shown > 0 else 0.0
+    return reached - trivial
+
+
+def _control(control: Runs, reference: Runs, metric: str, margin: float) -> Control:
+    """What a positive control showed against the reference."""
+    pairs = sorted(control.finite.keys() & reference.finite.keys())
+    harm = [sign_of(metric) * (control.finite[seed] - reference.finite[seed]) for seed in pairs]
+    is_worse = p_above(harm, margin) < ALPHA
+    return Control(
+        harm=statistics.fmean(harm) if harm else None,
+        seeds=len(pairs),
+        told=is_worse or bool(control.diverged - reference.diverged),
+    )
+
+
+def judge_all(
+    runs: Sequence[Runs], metric: str, margin: Margin | None = None, control: Runs | None = None
+) -> list[Verdict]:
     """Each of `runs` but the first against the first."""
-    return with_holm([judge(each, runs[0], metric, margin) for each in runs[1:]])
+    return with_holm([judge(each, runs[0], metric, margin, control) for each in runs[1:]])
 
 
 def with_holm(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -18,19 +18,22 @@ from narrowgauge.diagnose.seeds import (
     WORSE,
     Verdict,
 )
+from narrowgauge.diagnose.sensitivity import NOT_LEARNT, SHARE
 
 
 def heading(verdict: Verdict) -> str:
     """A few words for a badge."""
     if verdict.name == DIVERGED:
         return f"diverged in {len(verdict.lost_by_divergence)} of {len(verdict.runs.values) + len(verdict.runs.failed)} runs"
+    if verdict.cannot_tell:
+        return f"unknown: {NOT_LEARNT}"
     if verdict.name == UNKNOWN:
-        return f"not known yet{needs(verdict, ': needs ')}"
+        return f"unknown{needs(verdict, ': needs ')}"
     names = {
         WORSE: "worse by more than the margin", BETTER: "better by more than the margin", EQUIVALENT: "equivalent within the margin",
         NOT_WORSE: "not worse by more than the margin", IDENTICAL: "the same values",
     }  # fmt: skip
-    return names[verdict.name]
+    return names[verdict.name] + (", without a positive control" if verdict.lacks_control else "")
 
 
 def needs(verdict: Verdict, before: str) -> str:
@@ -51,7 +54,13 @@ def number(value: float, places: int) -> str:
 
 def sentences(verdict: Verdict) -> str:
     """The verdict with its numbers and limits; `about_own_interval` goes beside it."""
-    parts = [*_about_failures(verdict), _about_difference(verdict), _about_batches(verdict), _about_margin(verdict)]
+    parts = [
+        *_about_failures(verdict),
+        _about_difference(verdict),
+        _about_batches(verdict),
+        _about_margin(verdict),
+        _about_control(verdict),
+    ]
     return " ".join(filter(None, parts))
 
 
@@ -101,15 +110,26 @@ def _about_batches(verdict: Verdict) -> str:
     )
 
 
+def _about_control(verdict: Verdict) -> str:
+    """What the positive control showed, or that there was none, where the verdict says that a difference is absent."""
+    control = verdict.assay.control
+    if verdict.lacks_control:
+        return (
+            "No positive control was trained, so it is not shown that these runs would have seen a recipe that is bad."
+        )
+    if control is None or control.harm is None or verdict.name in (WORSE, DIVERGED) or verdict.cannot_tell:
+        return ""
+    pairs = plural(control.seeds, "pair")
+    return f"The positive control, which is bad on purpose, was seen: worse by {number(control.harm, decimals(control.harm))} over {pairs}."
+
+
 def _about_margin(verdict: Verdict) -> str:
+    if verdict.cannot_tell:
+        return verdict.assay.sentence
     margin = verdict.absolute_margin
     if margin is None or verdict.half_width is None:
         return ""
-    share = (
-        f" ({100 * verdict.margin.value:g}{PERCENT} of {verdict.reference.name}’s mean)"
-        if verdict.margin.is_share
-        else ""
-    )
+    share = _about_share(verdict)
     size = f"the margin of {number(margin, decimals(margin))}{share}"
     chance = f"p = {verdict.p:.2g}" if verdict.p is not None else ""
     together = (
@@ -127,6 +147,15 @@ def _about_margin(verdict: Verdict) -> str:
     if verdict.name in texts:
         return texts[verdict.name] + (together if texts[verdict.name] else "")
     return f"Neither a difference above {size} is shown, nor that there is none.{_about_need(verdict)}"
+
+
+def _about_share(verdict: Verdict) -> str:
+    """What the margin is a share of, in brackets; ''."""
+    name, assay = verdict.reference.name, verdict.assay
+    if verdict.limit < assay.asked:
+        asked = number(assay.asked, decimals(assay.asked))
+        return f" ({100 * SHARE:g}{PERCENT} of what {name} learnt; {asked} was asked for)"
+    return f" ({100 * verdict.margin.value:g}{PERCENT} of {name}’s mean)" if verdict.margin.is_share else ""
 
 
 def _interval_of_both_tests(verdict: Verdict) -> str:

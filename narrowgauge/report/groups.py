@@ -17,6 +17,7 @@ from typing import Any
 from narrowgauge.diagnose import format_text, seeds
 from narrowgauge.diagnose.left_out import other_steps
 from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, Runs, Verdict
+from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL, trivial_of
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.report.run_data import Recorded, last_done, read_alone
 
@@ -53,6 +54,11 @@ class Gathered:
     def runs(self) -> list[Recorded]:
         return [each for group in self.groups for each in group.runs]
 
+    @property
+    def control(self) -> Group | None:
+        """The runs of the positive control, on the reference's batches; None if none was trained."""
+        return next((each for each in self.groups[1:] if is_control(each) and not each.reason), None)
+
     def runs_of(self, group: Group) -> Runs:
         values, failed = {}, {}
         for each in group.runs:
@@ -62,12 +68,23 @@ class Gathered:
             else:
                 values[seed_of(each)] = value
         left_out = {seed_of(each): each.left_out for each in group.runs}
-        return Runs(name=group.name, values=values, failed=failed, left_out=left_out)
+        curves = {seed_of(each): [step["loss"] for step in each.of("step")] for each in group.runs}
+        targets = [each.of("eval")[-1].get("tokens") for each in group.runs if each.of("eval")]
+        return Runs(
+            name=group.name, values=values, failed=failed, left_out=left_out, curves=curves,
+            trivial=trivial_of(group.runs[0].run), targets=min(filter(None, targets), default=None),
+        )  # fmt: skip
 
     def verdicts(self) -> list[Verdict]:
-        """On every group but the reference whose batches are the reference's."""
-        judged = [self.runs_of(group) for group in self.groups if not group.reason]
-        return seeds.judge_all(judged, self.metric, self.margin)
+        """On every group but the reference and the positive control, whose batches are the reference's."""
+        judged = [self.runs_of(group) for group in self.groups if not group.reason and group is not self.control]
+        control = self.runs_of(self.control) if self.control is not None else None
+        return seeds.judge_all(judged, self.metric, self.margin, control)
+
+
+def is_control(group: Group) -> bool:
+    """Whether these are runs of the positive control, with the settings of the reference."""
+    return group.name == POSITIVE_CONTROL
 
 
 def seed_of(recorded: Recorded) -> int:
@@ -114,7 +131,8 @@ def gather(
     if reference and reference not in names:
         near = closest(reference, names, limit=1) or ", ".join(names)
         raise ConfigError(f"reference = {reference!r}: no run has this recipe. There are: {near}.")
-    first = next(each for each in runs if not reference or each.name == reference)
+    wanted = (each for each in runs if each.name == reference or (not reference and each.name != POSITIVE_CONTROL))
+    first = next(wanted, runs[0])
     apart = [(each, why) for each in runs if (why := differences(identity(first), identity(each)))]
     kept = [each for each in runs if not differences(identity(first), identity(each))]
     groups = sorted(grouped(kept, first), key=lambda group: first not in group.runs)  # stable: the reference first

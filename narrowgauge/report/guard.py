@@ -16,7 +16,7 @@ WIDTH = 2.0  # scales on either side of a difference: 95 % of a normal noise
 OUTLINE: dict[str, Any] = {"markersize": 7, "markeredgewidth": 1.8, "markerfacecolor": THEME["paper"], "zorder": 5}
 OF_VERDICT = {  # colour, marker and words
     "within": ("run", "o", "within the margin"),
-    "unknown": ("muted", "o", "not known yet"),
+    "unknown": ("muted", "o", "unknown"),
     "worse": ("reference", "D", "worse"),
 }
 

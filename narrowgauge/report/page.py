@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import storage
-from narrowgauge.diagnose import compare, format_text
+from narrowgauge.diagnose import compare, format_text, lineage
 from narrowgauge.diagnose.format_text import count
+from narrowgauge.diagnose.guard.evidence import MARGIN
 from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 
@@ -58,9 +59,12 @@ def page(recorded: Recorded) -> dict[str, Any]:
     reference = recorded.reference
     comparison = difference = None
     if reference is not None:
+        member = lineage.Member(folder=reference.folder, run=reference.run, events=reference.events)
+        last = next((loss for _, loss in reversed(compare.evaluations(reference.events))), 0.0)
         comparison = compare.compare(
-            recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out)
-        )
+            recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out),
+            lineage.assay_of(member, MARGIN * abs(last), reference.name),
+        )  # fmt: skip
         if len(comparison.curve) > 1 and not comparison.unpaired:
             difference = figures.difference(comparison.curve)
     watched, tensors = tables.tensors(recorded)

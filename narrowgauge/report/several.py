@@ -21,6 +21,7 @@ from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_te
 from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
 from narrowgauge.diagnose.seeds import Margin, Verdict
+from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.errors import ConfigError
 from narrowgauge.report.groups import Gathered, final, gather, seed_of
 from narrowgauge.report.run_data import Recorded
@@ -35,6 +36,7 @@ KINDS = {  # of a verdict -> colour of its notice
     seeds.WORSE: "bad", seeds.DIVERGED: "bad", seeds.BETTER: "below", seeds.EQUIVALENT: "same", seeds.IDENTICAL: "same",
     seeds.NOT_WORSE: "same", seeds.UNKNOWN: "warn",
 }  # fmt: skip
+UNCHECKED = "open"  # of a verdict that a difference is absent, without a positive control: not green
 
 
 def is_study(folder: Path) -> bool:
@@ -45,6 +47,7 @@ def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
     """The runs of a study that have begun."""
     facts = facts_of(folder)
     names = [f"{recipe}-seed{seed}" for recipe in facts["recipes"] for seed in facts["seeds"]]
+    names += [f"{POSITIVE_CONTROL}-seed{seed}" for seed in facts["seeds"] if facts.get("control", False)]
     begun = [folder / name for name in names if (folder / name / "run.json").is_file()]
     if not begun:
         raise ConfigError(f"report: no run of the study {folder} has begun. Start it with narrowgauge study.")
@@ -113,9 +116,13 @@ def title(found: Gathered) -> str:
 # Verdicts
 
 
+def kind_of(verdict: Verdict) -> str:
+    return UNCHECKED if verdict.lacks_control else KINDS[verdict.name]
+
+
 def notice(verdict: Verdict) -> dict[str, str]:
     return {
-        "kind": KINDS[verdict.name],
+        "kind": kind_of(verdict),
         "heading": f"{verdict.runs.name}: {seeds_text.heading(verdict)}",
         "text": seeds_text.sentences(verdict),
         "more": seeds_text.about_own_interval(verdict),
@@ -172,14 +179,29 @@ def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
                 "inside": f"{verdict.inside_count} of {len(values)}" if verdict.inside is not None else "",
             }
         if verdict is not None:
-            row |= {"verdict": seeds_text.heading(verdict), "kind": KINDS[verdict.name]}
+            row |= {"verdict": seeds_text.heading(verdict), "kind": kind_of(verdict)}
+        elif group is found.control:
+            row |= control_row(found, verdicts)
         listed.append(row)
     return listed
+
+
+def control_row(found: Gathered, verdicts: Sequence[Verdict]) -> dict[str, str]:
+    """Of the positive control in the table: its difference, and whether it was told from the reference."""
+    control = next((each.assay.control for each in verdicts), None)
+    if control is None or control.harm is None:
+        return {"verdict": "positive control"}
+    sign = seeds.sign_of(found.metric)
+    return {
+        "difference": format_text.signed(sign * control.harm, format_text.decimals(control.harm)),
+        "verdict": f"positive control, {'seen' if control.told else 'not seen'}",
+    }
 
 
 def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
     """What the verdicts do not say, in sentences."""
     verdicts = found.verdicts()
+    yield from sensitivity_words(found, verdicts)
     if any(len(each.seeds) > 1 for each in verdicts):
         yield (
             "A seed changes first weights, order of the data and stochastic rounding; data and evaluation are the same for all. So "
@@ -201,6 +223,24 @@ def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
             f"Seeds were added after a look at the results ({', then '.join(map(str, looks))}): who adds seeds until a verdict pleases "
             f"errs more often than in 5{PERCENT}."
         )
+
+
+def sensitivity_words(found: Gathered, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """What the reference learnt, and what it was compared with, a sentence: the same for all verdicts."""
+    if not verdicts:
+        return
+    name, assay = found.groups[0].name, verdicts[0].assay
+    if assay.progress is None:
+        return
+    trivial = f"{assay.predictor}: {assay.trivial:.4f}" if assay.trivial is not None else "trivial predictor: not known"
+    control = "positive control: none" if assay.control is None else ""
+    if assay.control is not None and assay.control.harm is not None:
+        harm = assay.control.harm
+        control = f"positive control: worse by {seeds_text.number(harm, format_text.decimals(harm))}"
+    yield (
+        f"Could these runs have seen a difference? The training loss of {name} went from {assay.progress.first:.4f} to "
+        f"{assay.progress.last:.4f}, of which {assay.progress.shown:.4f} is shown; {'; '.join(filter(None, (trivial, control)))}."
+    )
 
 
 # Costs and runs

@@ -103,8 +103,8 @@ def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
         for step, value in late(line.points)
         for side in (-1, 1)
     )
-    if not values:
-        return 0.0, 1.0
+    if not bands:  # no line has a point
+        return (-0.5, 0.5) if zero else (0.0, 1.0)
     low, high = min(values), max(values)
     room = 1.5 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = max(low - room, min(bands[0], low)), min(high + room, max(bands[-1], high))

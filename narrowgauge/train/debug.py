@@ -24,6 +24,7 @@ from narrowgauge import manifest, reading, storage
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose import left_out
+from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
@@ -104,16 +105,34 @@ def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
         if stage.step == begun + 1:
             stage.apply(trainer.model)
     last = min([config.steps, *(stage.step - 1 for stage in trainer.stages if stage.step > begun + 1)])
-    taken = min(at - begun + steps, last - begun)
-    if taken < 2 * FEWEST:
-        raise ConfigError(
-            f"debug: {run} has {max(taken, 0)} steps after its checkpoint of step {begun}, to the end or to a switch, and at least "
-            f"{2 * FEWEST} are needed. Name an earlier --at, or more --steps. {place.existing(run)}"
-        )
+    taken = _steps_taken(run, at, steps, begun, last, config.steps)
     events = read_metrics(trainer.folder.metrics)
     trainer.feed.leave_out(left_out.of_run(read_run(trainer.folder.run), events))  # since the checkpoint too
     logged = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
     return Ladder(recipe=_recipe(trainer.model), begun=begun, steps=taken, asked=at, logged=logged)
+
+
+def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int) -> int:
+    """Steps of a rung: as many as were asked for, or as are left after the checkpoint.
+
+    begun  step of the checkpoint; last: the last step before the run ends or switches its recipe
+    end    last step of the run
+    Raises ConfigError for fewer than a verdict needs. The message says which of the two numbers is
+    too small, since each has another remedy.
+    """
+    left, wanted, needed = last - begun, at - begun + steps, 2 * FEWEST
+    if left < needed:
+        until = "its end" if last == end else f"its switch of recipes at step {last + 1}"
+        raise ConfigError(
+            f"debug: {run} has {plural(left, 'step')} between its checkpoint of step {begun} and {until}, and at least {needed} are "
+            f"needed. Name an earlier --at. {place.existing(run)}"
+        )
+    if wanted < needed:
+        raise ConfigError(
+            f"debug: --at {at} --steps {steps}: that is {plural(wanted, 'step')} from the checkpoint of step {begun}, and at least "
+            f"{needed} are needed; {run} has {left} of them. Give --steps {needed - (at - begun)} or more."
+        )
+    return min(wanted, left)
 
 
 def _recipe(model: nn.Module) -> str:

@@ -24,6 +24,7 @@ import torch
 
 from narrowgauge import storage
 from narrowgauge.conversion import suspended
+from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.format_text import percent, plural, size
 from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
@@ -33,6 +34,7 @@ from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
 from narrowgauge.diagnose.guard.verdict import REFERENCE, WORSE, Verdict
 from narrowgauge.diagnose.runs import encode
+from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.console import Console, clock, tell
@@ -140,6 +142,8 @@ class Guard(Watch):
         return f", about {clock(spent_s)}"
 
     def saw(self, number: int, loss: float, grad_norm: float) -> None:
+        if number == len(self.evidence.first) + 1 and number <= ENDS:
+            self.evidence.first.append(loss)
         if self.running is not None and number > self.running.begun:
             self.running.narrow.append(loss)
 
@@ -218,7 +222,9 @@ class Guard(Watch):
         if self.settings.recipe:
             self.switched = (trainer.step, self.settings.recipe)
             trainer.stages = self._stages(*self.switched)
+            first, trivial = self.evidence.first, self.evidence.trivial
             self.evidence = self.settings.evidence()  # of another recipe nothing is known
+            self.evidence.first, self.evidence.trivial = first, trivial
         else:
             self._be_wide(True)
 
@@ -291,6 +297,7 @@ class Guard(Watch):
 
     def announce(self, show: Console) -> None:
         """What the guard will do and what that takes. Raises StorageError where there is no room for it."""
+        self._know_the_beginning()
         nbytes = fork_bytes(self.trainer.model, self.trainer.optimizer)
         self.where = place_of_copy(nbytes, self.trainer.folder.path, self.trainer.ranks)
         place = "the host's memory" if self.where == "host" else f"{self.where}, since the host has no room"
@@ -307,6 +314,22 @@ class Guard(Watch):
             f"{settings.every}: {share} of the run's steps; margin {settings.margin_words()}; then {settings.then}. "
             f"In a check {size(nbytes)} of state wait in {place}{kept}. {words(self.trainer.model, self.trainer.optimizer)}"
         )
+
+    def _know_the_beginning(self) -> None:
+        """The trivial predictor of the data, and the first losses of a run that goes on: conditions of "within" (`sensitivity`).
+
+        The checkpoints of a guarded run have its first losses; else they are in the log of the run, or of a branch's parent.
+        All ranks call it.
+        """
+        known = self.trainer.ranks.told_by_first(self._recorded)
+        self.evidence.trivial = known["trivial"]
+        if len(self.evidence.first) < min(ENDS, self.trainer.step):
+            self.evidence.first = known["first"]
+
+    def _recorded(self) -> dict[str, Any]:
+        """From run.json and the log, which rank 0 has."""
+        member = lineage.read(self.trainer.folder.path)
+        return {"trivial": trivial_of(member.run).get("loss"), "first": lineage.whole_curve(member)[:ENDS]}
 
     def last_words(self) -> str:
         done, steps = len(self.verdicts), self.trainer.step

@@ -193,6 +193,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "task": trainer.task.name,
         "best": trainer.best.metric,
         "data": known["data"],
+        "trivial": trainer.task.trivial(),
         "tokens_per_step": known["tokens_per_step"],
         "steps": config.steps,
         **of_layers(trainer),

@@ -16,7 +16,7 @@ from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.formats import E2M1
 from narrowgauge.recipe import Cast, Gemm
 from narrowgauge.train import loop, stretch
-from narrowgauge.train.debug import debug
+from narrowgauge.train.debug import _steps_taken, debug
 from narrowgauge.train.run_folder import RunFolder
 from tests.train import tiny
 
@@ -100,7 +100,7 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
         debug(run, 4)
     for at, words in (
         (3, "no checkpoint at or before step 3. .* has checkpoints of step 4, 8,"),
-        (20, "has 2 steps after its checkpoint"),
+        (20, "has 2 steps between its checkpoint of step 20 and its end"),
     ):
         with pytest.raises(ConfigError, match=words):
             debug(run, at)
@@ -124,3 +124,26 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
     folder.write_config(config)
     with pytest.raises(ConfigError, match=r"has no checkpoint\. Train it to its first checkpoint, or name another run"):
         debug(folder.path, 10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        # A run of 20 steps after its checkpoint of step 0: the flags ask for too few of them, the run has enough.
+        (
+            (6, 4, 0, 20, 20),
+            "--at 6 --steps 4: that is 10 steps from the checkpoint of step 0, and at least 16 .* has 20 .*--steps 10 or",
+        ),
+        ((18, 100, 10, 20, 20), "has 10 steps between its checkpoint of step 10 and its end, .* earlier --at"),
+        ((20, 100, 20, 20, 20), "has 0 steps between its checkpoint of step 20 and its end"),
+        ((12, 100, 10, 17, 60), "has 7 steps between its checkpoint of step 10 and its switch of recipes at step 18"),
+    ],
+)
+def test_too_few_steps_are_counted_where_they_are_missing(tmp_path, asked, words):
+    """Steps that the run has and steps that the flags ask for are two numbers with two remedies."""
+    with pytest.raises(ConfigError, match=words):
+        _steps_taken(tmp_path, *asked)
+
+
+def test_the_advice_on_too_few_steps_is_enough(tmp_path):
+    assert _steps_taken(tmp_path, 6, 10, 0, 20, 20) == 16 and _steps_taken(tmp_path, 6, 100, 0, 20, 20) == 20

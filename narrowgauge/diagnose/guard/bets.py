@@ -35,6 +35,7 @@ KEPT = 32
 ENOUGH = 20.0  # 1 / 5 %
 LEAST_SCALE = 1 / 3  # of the margin, before any noise was seen: a gap of twice the margin is found by the third check
 LEAST_SCALE_WITHIN = 1 / 4  # the same for what is bet on "within"
+SMALLEST_SCALE = 1e-12  # nats, where nothing was learnt and nothing scatters
 WILD = 2  # margins: jumps between checks by more are no noise, unless controls jump as well
 WEARS_OFF = 4  # noise values after which both are smaller by sqrt(2)
 QUANTILE = 0.1  # of chi squared: the true scale exceeds the one taken in one of ten
@@ -117,8 +118,13 @@ class Bets:
         self._not_above, self._not_below = Money(), Money()
         self._newest = 0.0
 
-    def add(self, difference: float, margin: float, controls: Iterable[float] = (), *, grow: bool = True) -> None:
-        """controls: what has the scale of this check's noise, and no more. grow=False leaves the scale as it is."""
+    def add(
+        self, difference: float, margin: float, controls: Iterable[float] = (), *, grow: bool = True, within: float | None = None,
+    ) -> None:  # fmt: skip
+        """controls: what has the scale of this check's noise, and no more. grow=False leaves the scale as it is.
+
+        within  the margin of "within", where it is smaller; None: the same
+        """
         for each in filter(math.isfinite, controls):
             self._scale.control(each)
         scale = self.scale_at(margin)
@@ -126,9 +132,10 @@ class Bets:
         self._above.bet(above)
         self._below.bet(below)
         self._either.bet([(up + down) / 2 for up, down in zip(above, below, strict=True)])
-        scale = max(self._scale.value, self._least(margin, LEAST_SCALE_WITHIN))
-        self._not_above.bet(factors((margin - difference) / scale))
-        self._not_below.bet(factors((margin + difference) / scale))
+        within = margin if within is None else within
+        scale = max(self._scale.value, self._least(within, LEAST_SCALE_WITHIN), SMALLEST_SCALE)
+        self._not_above.bet(factors((within - difference) / scale))
+        self._not_below.bet(factors((within + difference) / scale))
         self._newest = difference
         if grow:
             self._scale.difference(difference)
@@ -167,12 +174,15 @@ class RunBets:
 
     def add(
         self, difference: float, same: float | None, margin: float, control: float | None = None, noise: Iterable[float] = (),
-        *, grow: bool = True,
+        *, grow: bool = True, within: float | None = None,
     ) -> None:  # fmt: skip
-        """One check; control, noise: of the stretch, and on the same weights. grow=False leaves the scales as they are."""
-        self.stretch.add(difference, margin, () if control is None else (control,), grow=grow)
+        """One check; control, noise: of the stretch, and on the same weights. grow=False leaves the scales as they are.
+
+        within  as in `Bets`
+        """
+        self.stretch.add(difference, margin, () if control is None else (control,), grow=grow, within=within)
         if same is not None:
-            self.same.add(same, margin, noise, grow=grow)
+            self.same.add(same, margin, noise, grow=grow, within=within)
 
     @property
     def _judged(self) -> list[Bets]:

@@ -17,6 +17,7 @@ from typing import Any
 from narrowgauge.diagnose.guard import same_weights
 from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.verdict import Verdict
+from narrowgauge.diagnose.sensitivity import progress_between
 
 CONTROL_EVERY = 4  # checks
 PAIRS = 3  # of steps, after the first
@@ -54,7 +55,11 @@ def judged(
     same = narrow[0] - wide[0] if narrow and wide else None
     outside = same_weights.outside(slopes) if slopes else None
     around = noise(narrow, wide)
-    verdict = evidence.add(of_narrow - of_wide, loss=of_wide, control=apart, same=same, noise=around, outside=outside)
+    progress = progress_between(evidence.first, wide[steps // 2 :]) if evidence.first else None
+    learnt = progress.shown if progress else (0.0 if evidence.first else None)
+    verdict = evidence.add(
+        of_narrow - of_wide, loss=of_wide, control=apart, same=same, noise=around, outside=outside, learnt=learnt
+    )
     ends = [min(slopes.values()), max(slopes.values())] if slopes else None
     said = {
         "begun": begun,

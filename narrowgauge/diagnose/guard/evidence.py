@@ -13,7 +13,8 @@ and which weights have another gradient in that first step (same_weights.py).
                lower the loss at first: against "not above", "not below", and "neither above nor below at any check"; their mean is the E of
                a number, and the mean of both numbers' the E of the run: a mean of e-values is one.
                Or a weight whose gradient is another at two checks in a row. That is a limit, not a bet: see same_weights.py.
-    within     E >= 20 against "above the margin" and against "below minus the margin", of both numbers; E is the smallest one.
+    within     (only of a run that has learnt, see `sensitivity`: the margin of this verdict is at most a share of what it learnt)
+               E >= 20 against "above the margin" and against "below minus the margin", of both numbers; E is the smallest one.
                And no weight has another gradient at the newest check.
     unknown    neither.
     reference  the BF16 continuation diverges itself: its loss is not finite, or more than twice that of the checks before (their
@@ -47,6 +48,7 @@ from narrowgauge.diagnose.guard.verdict import (
     WORSE,
     Verdict,
 )
+from narrowgauge.diagnose.sensitivity import narrowed
 from narrowgauge.errors import ConfigError
 
 MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order of 1e-3
@@ -66,6 +68,7 @@ class Check:
     same        the difference on the same weights, or None
     noise       values with the scale of its noise
     outside     weights whose gradient is another, with its slope; None: gradients were not seen
+    learnt      how far the reference's loss has fallen since the first steps, as far as that is shown; None: not known
     """
 
     difference: float
@@ -74,6 +77,7 @@ class Check:
     same: float | None = None
     noise: Sequence[float] = ()
     outside: Mapping[str, float] | None = None
+    learnt: float | None = None
 
 
 class Evidence:
@@ -90,12 +94,14 @@ class Evidence:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
         self.margin, self.least_margin, self.is_in_nats = margin, least_margin, is_in_nats
+        self.first: list[float] = []  # losses of the first steps of the run, ENDS at most
+        self.trivial: float | None = None  # the loss of the trivial predictor of the run's data; None: not known
         self.checks: list[Check] = []
         self._bets = RunBets()
 
     def add(
         self, difference: float, *, loss: float, control: float | None = None, same: float | None = None,
-        noise: Sequence[float] = (), outside: Mapping[str, float] | None = None,
+        noise: Sequence[float] = (), outside: Mapping[str, float] | None = None, learnt: float | None = None,
     ) -> Verdict:  # fmt: skip
         """The verdict after one more check.
 
@@ -105,16 +111,26 @@ class Evidence:
         same        loss of narrow minus wide at the first step, which both take from the same weights
         noise       how far such differences scatter from batch to batch: deviations of that size
         outside     weights whose gradient at that step is not that of wide, with their slopes, worst first; None: not seen
+        learnt      how far its loss has fallen since the first steps of the run (`sensitivity.progress_between`); None: not known
         NaN and infinity may be passed.
         """
-        self._take(Check(difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside))
+        check = Check(
+            difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside, learnt=learnt
+        )  # fmt: skip
+        self._take(check)
         return self.verdict()
 
     def _take(self, check: Check) -> None:
         self.checks.append(check)
         if self._counts(len(self.checks)):
             margin = self.margin_at(check.loss)
-            self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise)
+            within = self._certified(check)
+            self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise, within=within)
+
+    def _certified(self, check: Check) -> float:
+        """The margin that "within" is judged by: at most a share of what the run has learnt."""
+        is_trivial = self.trivial is not None and not check.loss < self.trivial
+        return narrowed(self.margin_at(check.loss), 0.0 if is_trivial else check.learnt)
 
     def _counts(self, number: int) -> bool:
         return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
@@ -149,7 +165,7 @@ class Evidence:
             name, seen_on, direction = WORSE, STRETCH, "not finite"
         elif sick and name != WORSE:
             name, seen_on, direction = WORSE, GRADIENT, GRADIENT
-        elif newest.outside and name == WITHIN:
+        elif name == WITHIN and (newest.outside or not self._certified(newest) > 0):
             name = UNKNOWN
         means = [self._mean(since, place) for place in range(2)]
         return Verdict(
@@ -166,6 +182,9 @@ class Evidence:
             mean=math.nan if means[0] is None else means[0],
             same_mean=means[1],
             margin=self.margin_at(newest.loss),
+            certified=self._certified(newest),
+            learnt=newest.learnt,
+            trivial=self.trivial,
             scale=bets.stretch.scale_at(self.margin_at(newest.loss)),
             e_worse=bets.e_worse,
             e_worse_stretch=bets.stretch.e_worse,
@@ -211,18 +230,19 @@ class Evidence:
     def _more_checks(self, newest: Check, mean: float | None, same: float | None) -> int | None:
         ahead, margin = copy.deepcopy(self._bets), self.margin_at(newest.loss)
         for more in range(1, FORESIGHT + 1):
-            ahead.add(math.nan if mean is None else mean, same, margin, grow=False)
+            within = self._certified(newest)
+            ahead.add(math.nan if mean is None else mean, same, margin, grow=False, within=within)
             if ahead.verdict()[0] != UNKNOWN:
                 return more
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """The checks as JSON, which may need `runs.encode` for what is not finite."""
-        return {"checks": [asdict(check) for check in self.checks]}
+        return {"checks": [asdict(check) for check in self.checks], "first": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the checks and judges them again, by the margins of this object."""
-        self.checks, self._bets = [], RunBets()
+        self.checks, self._bets, self.first = [], RunBets(), list(state.get("first", ()))
         for check in state["checks"]:
             self._take(Check(**check))
 

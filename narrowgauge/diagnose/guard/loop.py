@@ -48,6 +48,7 @@ from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_s
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
 from narrowgauge.diagnose.guard.settings import GuardSettings, chosen, refuse_counts
 from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
+from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import require_module
@@ -109,6 +110,7 @@ class Guard:
         self.is_reference = False
         self._step, self._tell = step, tell
         self._taken = steps_done
+        self._first: list[Any] = []  # losses of the first steps that it saw, this rank's: nothing waits for them
         self._last_begin = total_steps - found.steps if total_steps else None
         self._next = max(found.begins(warmup_steps, 2**62)[0], self._multiple(steps_done))
         self._check: _Check | None = None
@@ -144,6 +146,8 @@ class Guard:
         """And after it, with its batch and mean loss. Ends a check that has its steps."""
         refuse_no_loss(loss)
         self._taken += 1
+        if len(self._first) < ENDS:
+            self._first.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         if self._check is None:
             return
         self._check.first.close()
@@ -182,7 +186,7 @@ class Guard:
         """For a checkpoint of the loop: numbers and strings alone."""
         return {
             "taken": self._taken, "next": self._next, "is_wide": self._is_wide, "given": self._given,
-            "settings": repr(self.settings), "evidence": self.evidence.state_dict(),
+            "settings": repr(self.settings), "evidence": self.evidence.state_dict(), "first": list(map(float, self._first)),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,6 +198,7 @@ class Guard:
         self._drop()
         self._taken, self._next, self._given = state["taken"], state["next"], state["given"]
         self.evidence.load_state_dict(state["evidence"])
+        self._first = list(state.get("first", ()))  # without them: of the steps from here on
         if self._given:
             self._widen(self._given)
         self._stay_wide(state["is_wide"])
@@ -204,6 +209,7 @@ class Guard:
         """Takes the steps of a check in BF16, and leaves the state from which the run goes on."""
         began_at_s = time.monotonic()
         narrow, rates = self._read(check.losses), self._rates()
+        self.evidence.first = self._read(self._first)
         control, end = None, None
         if wants_control(self.evidence):
             end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
@@ -289,7 +295,8 @@ class Guard:
             return "warn" if is_worse else ""
         if self.settings.recipe:
             self._widen(self.settings.recipe)
-            self._given, self.evidence = self.settings.recipe, self.settings.evidence()
+            first, self.evidence = self.evidence.first, self.settings.evidence()
+            self._given, self.evidence.first = self.settings.recipe, first
             return self._given
         self._stay_wide(True)
         return "stay"
@@ -310,6 +317,8 @@ class Guard:
 
     def _read(self, losses: list[Any]) -> list[float]:
         """As numbers, the mean over ranks: one copy, one wait."""
+        if not losses:
+            return []
         device = next(self.model.parameters()).device
         found = torch.stack(
             [torch.as_tensor(each, dtype=torch.float64).detach().reshape(()).to(device) for each in losses]

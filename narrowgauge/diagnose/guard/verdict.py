@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.diagnose.format_text import count, loss_value, plural, signed
+from narrowgauge.diagnose.sensitivity import SHARE
 
 WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
 STRETCH, SAME_WEIGHTS, GRADIENT = "stretch", "same weights", "gradient"  # what a verdict of worse was seen on
@@ -31,6 +32,9 @@ class Verdict:
     mean: float  # of the differences that count; NaN without any
     same_mean: float | None  # the same on the same weights
     margin: float
+    certified: float  # the margin of "within": at most a share of what the run learnt
+    learnt: float | None  # how far the reference's loss has fallen, as far as that is shown; None: not known
+    trivial: float | None  # the loss of the trivial predictor; None: not known
     scale: float  # of one check's noise
     e_worse: float  # the mean of the next two
     e_worse_stretch: float
@@ -63,19 +67,43 @@ class Verdict:
         if self.name == WORSE:
             return self._worse(margin)
         mean = f"{signed(self.mean)} nats {self._over()}"
+        if self.cannot_tell:
+            return self._of_too_little(mean)
         if self.name == WITHIN:
+            margin = f"the margin of {self.certified:.4f} nats"
             same = "" if self.same_mean is None else f", {signed(self.same_mean)} on the same weights"
             wide = f", {self.margin / abs(self.loss):.0%} of the loss" if self.margin > WIDE * abs(self.loss) else ""
             return (
                 f"From the same state BF16 is no more than {margin}{wide} away: {mean}{same}, E = {self.e_within:,.0f}. "
                 "What was lost before the checks is not seen."
             )
+        margin = f"the margin of {self.certified:.4f} nats"
         more = (
             f"about {plural(self.more_checks, 'more check')} like these would tell"
             if self.more_checks
             else f"more than {count(FORESIGHT)} checks like these would not tell, since the mean lies at the margin"
         )
         return f"Not known yet: {mean}, {margin}; {more}."
+
+    @property
+    def cannot_tell(self) -> bool:
+        """Whether it is unknown because the run has not learnt enough to tell (`sensitivity`)."""
+        return self.name == UNKNOWN and self.certified < self.margin
+
+    def _of_too_little(self, mean: str) -> str:
+        fell = (
+            ""
+            if self.learnt is None
+            else f" The loss of BF16 has fallen by {self.learnt:.4f} nats since the first steps,"
+        )
+        share = f" and the margin of {self.margin:.4f} nats is more than {100 * SHARE:g} % of that." if fell else ""
+        trivial = ""
+        if self.trivial is not None and not self.loss < self.trivial:
+            trivial = f" It is {self.loss:.4f}, not below the {self.trivial:.4f} of the trivial predictor."
+        return (
+            f"Unknown: this run has not learnt enough to tell: {mean}.{fell}{share}{trivial} Train longer, with a larger learning rate, "
+            "or name a smaller margin."
+        )
 
     def _over(self) -> str:
         over = plural(self.checks - self.since + 1, "check")

@@ -4,6 +4,7 @@
       config.toml          the settings that all runs share
       study.json           recipes (the first is the reference), seeds, metric, margin, threads of a run, fingerprints of the data
       cache/               tokenized data, of all runs
+      positive-control-seedN/   runs that are bad on purpose (`diagnose.sensitivity`): the verdicts need to see that they are
       RECIPE-seedN/        a run folder (docs/architecture.md), with asked.toml, its settings, and console.txt, what it said
       metrics.jsonl        a `study` event for each time that a verdict was reached
       report.html          one page
@@ -24,6 +25,7 @@ from typing import Any
 from narrowgauge import storage
 from narrowgauge.diagnose import study_file
 from narrowgauge.diagnose.seeds import Margin
+from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, key_of, resolved, shown
@@ -61,6 +63,8 @@ class Study:
     metric    of the last evaluation; '': the one that chooses the best weights of this task, or the loss
     margin    '0.25%' of the reference's mean, or '0.003'; '': 0.25 % of a loss, 0.01 of a score, 0.5 of BLEU
     parallel  runs at a time; 0: as cores, GPUs and memory allow
+    control   also trains the positive control (`recipes.POSITIVE_CONTROL`) once for each seed: one recipe's time more. Without
+              it a verdict that a difference is absent says so
     """
 
     config: TrainConfig
@@ -70,11 +74,17 @@ class Study:
     metric: str = ""
     margin: str = ""
     parallel: int = 0
+    control: bool = True
 
     def __post_init__(self) -> None:
         if len(self.recipes) < 2:
             raise ConfigError(
                 f"recipes = {','.join(self.recipes)!r}: a study compares two at least. Write them as bf16,fp8-current."
+            )
+        if POSITIVE_CONTROL in self.recipes:
+            raise ConfigError(
+                f"recipes = {','.join(self.recipes)!r}: every study trains {POSITIVE_CONTROL!r} by itself (--no-control: it does "
+                "not). Leave it out."
             )
         for name in self.recipes:
             if self.recipes.count(name) > 1:
@@ -86,9 +96,9 @@ class Study:
             raise ConfigError(
                 f"seeds = {listed!r}: a spread takes two seeds at least, each once. Write their number, as 5, or 0,1,2."
             )
-        if len(self.seeds) * len(self.recipes) > MOST_RUNS:
+        if len(self.seeds) * len(self.trained) > MOST_RUNS:
             raise ConfigError(
-                f"seeds x recipes = {len(self.seeds) * len(self.recipes)}: at most {MOST_RUNS:,} runs. Name fewer."
+                f"seeds x recipes = {len(self.seeds) * len(self.trained)}: at most {MOST_RUNS:,} runs. Name fewer."
             )
         for key, why in NOT_OF_STUDIES.items():
             if value := getattr(self.config, key):
@@ -106,10 +116,15 @@ class Study:
     def chosen_margin(self) -> Margin:
         return Margin.parse(self.margin) if self.margin else Margin.usual(self.metric)
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The recipes, and the positive control behind them."""
+        return (*self.recipes, POSITIVE_CONTROL) if self.control else self.recipes
+
     def jobs(self) -> list[Job]:
         """All runs, the pairs of a seed one after the other."""
         return [
-            Job(recipe, seed, self.output / f"{recipe}-seed{seed}") for seed in self.seeds for recipe in self.recipes
+            Job(recipe, seed, self.output / f"{recipe}-seed{seed}") for seed in self.seeds for recipe in self.trained
         ]
 
     def settings_of(self, job: Job, threads: int = 0, device: str = "") -> TrainConfig:
@@ -119,7 +134,7 @@ class Study:
             cache=self.config.cache or str(self.output / "cache"), threads=threads or self.config.threads,
             device=device or self.config.device,
         )  # fmt: skip
-        if job.recipe == self.recipes[0]:
+        if job.recipe in (self.recipes[0], POSITIVE_CONTROL):
             config = replace(config, layers_recipe={}, embedding_codes="", switch="", save="", guard="")
         return resolved(config)
 

@@ -17,7 +17,7 @@ from typing import Any
 from narrowgauge import reading, recipes, storage
 from narrowgauge.diagnose import seeds_text
 from narrowgauge.diagnose.seeds import NOT_FINITE, Verdict
-from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.errors import EXIT_CANNOT_TELL, ConfigError, OutOfMemoryError
 from narrowgauge.report import groups, several
 from narrowgauge.report.run_data import read_alone
 from narrowgauge.train import loop
@@ -46,9 +46,10 @@ class Result:
 def run(study: Study) -> Result:
     """Trains what is missing, judges, and writes the page.
 
-    Exit code 0, also where runs diverged, which is a result; 1 or 9 if some failed otherwise, which the next start tries again; 130 or
-    75 after a request to stop. Raises ConfigError, DataError and others before the first step, or when every run would fail alike; what
-    was trained stays.
+    Exit code 0, also where runs diverged, which is a result; 11 if the runs have not learnt enough to tell
+    (`diagnose.sensitivity`), which more seeds do not mend; 1 or 9 if some failed otherwise, which the next
+    start tries again; 130 or 75 after a request to stop. Raises ConfigError, DataError and others before
+    the first step, or when every run would fail alike; what was trained stays.
     """
     _refuse_recipes(study)
     if under_torchrun():
@@ -64,6 +65,9 @@ def run(study: Study) -> Result:
         before = stored or {}
         study = replace(study, metric=study.metric or before.get("metric", "") or task.best or "loss")
         study = replace(study, margin=study.margin or before.get("margin", ""))
+        study = replace(
+            study, control=study.control or before.get("control", False)
+        )  # what was trained is not left out
         refuse_metric(study.config, study.metric)
         del task
         devices = room.devices(study.config.device)
@@ -113,7 +117,8 @@ def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -
     margins = list(dict.fromkeys([*before.get("margins", []), str(study.chosen_margin)]))
     return before | {
         "recipes": list(study.recipes), "seeds": list(study.seeds), "metric": study.metric, "margin": str(study.chosen_margin),
-        "margins": margins, "looks": before.get("looks", []), "threads": threads, "steps": steps, "failed": before.get("failed", {}),
+        "control": study.control, "margins": margins, "looks": before.get("looks", []),
+        "threads": threads, "steps": steps, "failed": before.get("failed", {}),
     }  # fmt: skip
 
 
@@ -186,6 +191,8 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
         if failed and set(failed.values()) <= {"out of memory"}
         else int(bool(failed) or bool(found.apart))
     )
+    if not code and any(each.cannot_tell for each in verdicts):
+        code = EXIT_CANNOT_TELL
     for name, why in failed.items():
         tell(f"{name} failed: {why}. The same command tries it again.")
     return Result(code, verdicts, failed)

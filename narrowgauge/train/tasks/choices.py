@@ -20,6 +20,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
@@ -81,6 +82,10 @@ class ChoicesTask(TableTask):
             if place == example["labels"]:
                 shown[-1].append("  -> this one", "bold green")
         return shown
+
+    def trivial(self) -> dict[str, Any]:
+        labels = [example["labels"] for example in self._evaluated]
+        return trivial.of_choices(labels, choices_of(self._evaluated).tolist())
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), read)

@@ -12,6 +12,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
 from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import PROBLEM, chosen_classes, class_notes, labelled, names_of
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.reading import header
@@ -69,6 +70,9 @@ class ClassificationTask(TableTask):
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(f"  -> {self.classes[example['labels']]}", "bold green")
         return [text]
+
+    def trivial(self) -> dict[str, Any]:
+        return trivial.of_classes([example["labels"] for example in self._evaluated], len(self.classes))
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         return class_scores(readings, self.evaluation(model), len(self.classes))

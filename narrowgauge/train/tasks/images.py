@@ -23,6 +23,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import PROBLEM, chosen_classes, class_notes, labelled, names_of
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.feed import SampledFeed
@@ -198,6 +199,9 @@ class ImageTask(TrainTask):
         rows = max(1, self.config.batch_size // self.config.micro_batches)
         for first in range(0, count, rows):
             yield self.align(made(range(first, min(first + rows, count))), model)
+
+    def trivial(self) -> dict[str, Any]:
+        return trivial.of_classes(self._evaluated.labels.tolist(), len(self.known["classes"]))
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         return class_scores(readings, self.evaluation(model), len(self.known["classes"]))

@@ -22,6 +22,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.answers import Scores, Span, best_span, exact_match, f1
 from narrowgauge.train.tasks.reading import longest_example
 from narrowgauge.train.tasks.tables import TableTask
@@ -90,6 +91,18 @@ class QuestionsTask(TableTask):
         labels = np.full(len(example["input_ids"]), data.IGNORED)
         labels[first : last + 1] = 0
         return [data.coloured_sample(self.tokenizer, example["input_ids"], labels.tolist())]
+
+    def trivial(self) -> dict[str, Any]:
+        part = self._evaluated
+        ids = [part.array("input_ids", place) for place in range(len(part))]
+        answered = [
+            example["labels"][0] != nowhere_of(own, self.tokenizer) for example, own in zip(part, ids, strict=True)
+        ]
+        known = part.numbers(KNOWN)[part.sizes(TEXT) > 0]
+        nothing_is_a_choice = bool(self.known["unanswerable"])
+        return trivial.of_spans(
+            answered, list(map(len, ids)), float((known == 0).mean()) if nothing_is_a_choice else 0.0
+        )
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), _read)

@@ -24,6 +24,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import labelled
 from narrowgauge.train.tasks.classification import padding_id
 from narrowgauge.train.tasks.tables import TableTask
@@ -66,6 +67,9 @@ class RegressionTask(TableTask):
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(f"  -> {', '.join(f'{number:g}' for number in example['labels'])}", "bold green")
         return [text]
+
+    def trivial(self) -> dict[str, Any]:
+        return trivial.of_numbers(numbers_of(self._evaluated))
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), answered)

@@ -26,6 +26,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, labelled
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import header
@@ -97,6 +98,9 @@ class TaggingTask(TableTask):
             with suspended(model):  # one scale for a whole tensor ties documents together, by rounding alone
                 data.check_packing(model, feed.collate)
         return feed
+
+    def trivial(self) -> dict[str, Any]:
+        return trivial.of_tags(example["labels"] for example in self._evaluated)
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), read)

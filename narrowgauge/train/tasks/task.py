@@ -149,6 +149,10 @@ class TrainTask(ABC):
         """`prompt` and the `text` of the model, which evaluates; None if it writes nothing. Leaves generators alone."""
         return None
 
+    def trivial(self) -> dict[str, Any]:
+        """Metrics of the best answer that ignores the input (`trivial`), and its name as `predictor`; {} if none is known."""
+        return {}
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """`data`, `tokens_per_step` and additions to `model`, for run.json."""

@@ -25,6 +25,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, SEQ2SEQ, ModelClass, language_model
+from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Readings, StepBatch, TrainTask
@@ -102,6 +103,9 @@ class TextTask(TrainTask):
         length = min(config.sequence_length, len(stream) - 1)
         return data.CausalBatches(stream, length, config.batch_size, config.seed).evaluation(config.eval_tokens)
 
+    def trivial(self) -> dict[str, Any]:
+        return trivial.of_tokens(batch["labels"].numpy() for batch in self.evaluation(None))
+
     def sample(self, model: Any) -> dict[str, str]:
         config = self.config
         first_tokens = self.corpus.validation.tokens[:12].tolist()
@@ -141,6 +145,10 @@ class CausalTask(TableTask):
                 data.check_packing(model, feed.collate)
         return feed
 
+    def trivial(self) -> dict[str, Any]:
+        """The first token of an example is no target: nothing comes before it."""
+        return trivial.of_tokens(example["labels"][1:] for example in self._evaluated)
+
     def sample(self, model: Any) -> dict[str, str]:
         """What the model answers to the first prompt of the validation data, or to the one that was given."""
         config, tokens = self.config, self.config.sample_tokens
@@ -172,6 +180,9 @@ class Seq2SeqTask(TableTask):
             task.notes.append(task.translation.note(config.eval_wide))
             task.known["translation"] = task.translation.facts()
         return task
+
+    def trivial(self) -> dict[str, Any]:
+        return trivial.of_tokens(example["labels"] for example in self._evaluated)
 
     @cached_property
     def translation(self) -> Translation | None:

@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, replace
 from narrowgauge.train.study import room
 from narrowgauge.train.study.plan import Study, StudyFolder
 
@@ -34,6 +34,7 @@ def make_study(tmp_path):
         ({"metric": "none"}, "is no metric"),
         ({"metric": "los"}, "metric = 'los'"),
         ({"margin": "0"}, "no margin"),
+        ({"recipes": ("bf16", "positive-control")}, "every study trains 'positive-control' by itself"),
         ({"config": TrainConfig(compare="bf16")}, "compares its recipes itself"),
         ({"config": TrainConfig(parallel="fsdp=2")}, "one process"),
         ({"config": TrainConfig(parent="runs/a@20")}, "from = 'runs/a@20'"),
@@ -74,13 +75,18 @@ def test_data_that_are_not_there_are_an_error_before_the_first_step(tmp_path, ca
 def test_runs_differ_in_recipe_and_seed_alone_and_the_reference_has_no_patterns(make_study):
     config = TrainConfig(layers_recipe={"lm_head": "mxfp8"}, switch="bf16@80%", threads=3, steps=50)
     study = make_study(config=config, recipes=("bf16", "fp8-current"), seeds=(4, 5))
-    reference, narrow = (study.settings_of(job) for job in study.jobs()[:2])
+    reference, narrow, control = (study.settings_of(job) for job in study.jobs()[:3])
     assert [(job.recipe, job.seed) for job in study.jobs()] == [
         ("bf16", 4),
         ("fp8-current", 4),
+        ("positive-control", 4),
         ("bf16", 5),
         ("fp8-current", 5),
+        ("positive-control", 5),
     ]
+    assert replace(control, recipe="bf16", output=reference.output) == reference  # the recipe alone differs
+    without = make_study(config=config, control=False)
+    assert {job.recipe for job in without.jobs()} == {"bf16", "fp8-current"}
     assert reference.layers_recipe == {} and reference.switch == "" and reference.recipe == "bf16"
     assert narrow.layers_recipe == {"lm_head": "mxfp8"} and narrow.switch == "bf16@80%"
     assert reference.cache == narrow.cache == str(study.output / "cache") and narrow.seed == reference.seed == 4
