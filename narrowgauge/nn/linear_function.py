@@ -49,7 +49,7 @@ class LinearFunction(torch.autograd.Function):
         rhs = w_operand.rows(rotation) if y is None or w_operand.rows_matter else weight
         if y is None:
             y = plan.output.choice.kernel.run(lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate)
-            if context.watches:
+            if context.shows_results:
                 context.observer.multiplied("output", bias, y)  # type: ignore[union-attr]
         if keeper is not None:
             keeper.end(y)
@@ -107,7 +107,7 @@ def _gradient(product: str, lhs: Any, rhs: Any, context: LinearContext, dtype: t
     elif plan.expand == context.out_dtype == torch.bfloat16 and type_of(lhs.device) == "cpu":
         dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
-    if context.watches:
+    if context.shows_results:
         context.observer.multiplied(product, None, d)  # type: ignore[union-attr]
     return d
 

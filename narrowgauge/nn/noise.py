@@ -16,6 +16,13 @@ from narrowgauge.ops.random import Key, draw, draws_keys
 
 def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     """Of x, the rows or cols of an Operand (operands.py): that which waits for it, or a new draw."""
+    noise = _noise_of(operand, x, which)
+    if operand.context.observer is not None:
+        operand.drawn = {**(operand.drawn or {}), which: noise}
+    return noise
+
+
+def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     if which in operand.waiting:
         waited: Tensor | Key = operand.waiting.pop(which)
         return waited

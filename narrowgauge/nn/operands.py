@@ -75,6 +75,7 @@ class Operand:
     after         in backward the gradient that it began with
     later         in backward what makes it again, if its cols are asked for
     waiting       noise of its rows or cols that was drawn ahead (noise.py)
+    drawn         noise of its rows or cols, for an observer
     """
 
     sampled: Tensor | None = None
@@ -82,6 +83,7 @@ class Operand:
     is_carrier = False
     after: Tensor | None = None
     later: tuple[Again, Saved] | None = None
+    drawn: dict[str, Any] | None = None
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -155,6 +157,7 @@ class Operand:
         """The operand of the product that reads t as it is."""
         made = self._rows(rotation)
         if self.context.observer is not None:
+            self._show_noise("rows", made)
             self.context.observer(PRODUCTS[self.plan.role][0], self.plan.role, self._shown(rotation, made), made)
         return made
 
@@ -162,8 +165,26 @@ class Operand:
         """The operand of the product that reads t.T. beside: the other operand of that product."""
         made = self._cols(rotation, beside)
         if self.context.observer is not None:
+            self._show_noise("cols", made)
             self.context.observer(PRODUCTS[self.plan.role][1], self.plan.role, self._shown(rotation, made, made), made)
         return made
+
+    def _show_noise(self, which: str, made: QTensor | Tensor) -> None:
+        """Shows the observer the noise of the rows or cols, where it is known."""
+        drew = getattr(self.context.observer, "drew", None)
+        if drew is None or not isinstance(made, QTensor) or made.cast.rounding != "stochastic":
+            return
+        keys, is_turned = self.casts.keys, False
+        drawn = keys | (self.drawn or {})
+        noise = drawn.get(which)
+        if noise is None and which == "cols" and self.plan.transposes:
+            noise, is_turned = drawn.get("rows"), True
+        if noise is None:
+            return
+        if not isinstance(noise, Tensor):
+            outer, inner = made.shape
+            noise = noise.uniform((inner, outer) if is_turned else (outer, inner))
+        drew(PRODUCTS[self.plan.role][which == "cols"], self.plan.role, noise.T if is_turned else noise)
 
     def _shown(self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None) -> Tensor:
         if self.is_carrier and isinstance(made, QTensor):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.diagnose.guard import same_weights
+from narrowgauge.diagnose.guard.audit import Audited
 from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.verdict import Verdict
 
@@ -41,20 +42,31 @@ def wants_control(evidence: Evidence) -> bool:
 def judged(
     evidence: Evidence, begun: int, steps: int,
     narrow: Sequence[float], wide: Sequence[float], control: Sequence[float] | None = None, slopes: Mapping[str, float] | None = None,
+    audited: Audited | None = None,
 ) -> tuple[Verdict, dict[str, Any]]:  # fmt: skip
     """The verdict with one more check, and what the log says of it.
 
     begun                  the step after which the continuations parted
     narrow, wide, control  their losses, one for each of `steps` optimizer steps, fewer of one that was lost; control: wide once more
     slopes                 of the gradients of the first step (`same_weights.slopes`); none where they were not seen
+    audited                of the last steps of narrow (`audit`)
     """
+    audited = audited or Audited()
     lost = next((begun + place for place, loss in enumerate(wide, 1) if not math.isfinite(loss)), 0)
     of_narrow, of_wide = late_mean(narrow, steps), late_mean(wide, steps)
     apart = None if control is None else late_mean(control, steps) - of_wide
     same = narrow[0] - wide[0] if narrow and wide else None
     outside = same_weights.outside(slopes) if slopes else None
     around = noise(narrow, wide)
-    verdict = evidence.add(of_narrow - of_wide, loss=of_wide, control=apart, same=same, noise=around, outside=outside)
+    verdict = evidence.add(
+        of_narrow - of_wide,
+        loss=of_wide,
+        control=apart,
+        same=same,
+        noise=around,
+        outside=outside,
+        unlike=audited.unlike,
+    )
     ends = [min(slopes.values()), max(slopes.values())] if slopes else None
     said = {
         "begun": begun,
@@ -68,4 +80,4 @@ def judged(
         "noise": around,
         "sentence": verdict.sentence,
     }
-    return verdict, {**said, **verdict.event()}
+    return verdict, {**said, **verdict.event(), **audited.event()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from narrowgauge.addresses import PIECE, holds_numbers
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
+from narrowgauge.recipe import Cast, ClippedRms, LearnedStep, Window
 from narrowgauge.scaling import (
     WHOLE,
     as_tiles,
@@ -175,6 +175,25 @@ def _encoded(
     if tiled:
         data = of_tiles(data, full, *shape)
     return format.pack(data) if expand is None and format.codes_per_byte > 1 else data
+
+
+def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tensor:
+    """x cast once more by the scales of `like`, decoded: [outer, inner] float32, equal to `dequantize(like)` if x made it.
+
+    x      [outer, inner], of the shape of `like`
+    noise  that `like` was rounded with, if its cast rounds stochastically
+    """
+    cast = like.cast
+    data = _encoded(_filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32)
+    return times_scale(data, like.full_scale(), cast.tile)
+
+
+def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
+    """The scale that `cast` gives x, as `QTensor.full_scale`; None where it depends on more than x (history, learned step)."""
+    if isinstance(cast.calibrate, Window | LearnedStep):
+        return None
+    scale, shared = scales(calibrated_amax(x, cast), cast)
+    return scale if shared is None else scale * shared
 
 
 def dequantize(q: QTensor) -> Tensor:
