@@ -7,7 +7,8 @@ A fault acts on narrow products alone: `suspended(model)` is sound in each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from narrowgauge.conversion import convert
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import LinearContext, LinearPlan, OperandPlan
+from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, OperandPlan
 from narrowgauge.ops.quantize import tile_amax
 from narrowgauge.ops.random import Stream
 from narrowgauge.qtensor import QTensor
@@ -160,6 +161,41 @@ class _ShortAmax(OperandPlan):
 
     def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
         return super().quantize(x, cast, tile_amax(x[: len(x) // 2], (WHOLE, WHOLE)), noise, expand)
+
+
+@contextmanager
+def shrinking(layer: QLinear, product: str, role: str, factor: float) -> Iterator[set[str]]:
+    """Inside the block this operand of the product is multiplied by the factor before its cast; gives the products that read its codes."""
+    plan_of, which = layer.plan, ("rows", "cols")[PRODUCTS[role].index(product)]
+    own: OperandPlan = getattr(plan_of(layer.weight.device), role)
+
+    class Shrunk(own.kind):  # type: ignore[misc, name-defined]
+        def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, made: str) -> QTensor | Tensor:
+            is_at_fault = made == which or own.transposes
+            return super().cast(x.to(torch.float32) * factor if is_at_fault else x, cast, expand, made)  # type: ignore[no-any-return]
+
+    class Apart(OperandPlan):
+        """Every cast passes by `Shrunk.cast`."""
+
+        def one_read(self, *given: Any) -> None:
+            return None
+
+    changed: dict[LinearPlan, LinearPlan] = {}
+
+    def plan(*given: Any) -> LinearPlan:
+        whole = plan_of(*given)
+        if whole not in changed:
+            known = {each.name: getattr(getattr(whole, role), each.name) for each in fields(OperandPlan)}
+            changed[whole] = replace(whole, **{role: Apart(**known | {"kind": Shrunk, "pairs": False, "kernels": {}})})
+        return changed[whole]
+
+    layer.plan = plan  # type: ignore[method-assign]
+    layer.empty_cache()
+    try:
+        yield set(PRODUCTS[role]) if own.transposes else {product}
+    finally:
+        del layer.plan
+        layer.empty_cache()
 
 
 def _wrap_context(layer: QLinear, change: Callable[[LinearContext], None]) -> None:

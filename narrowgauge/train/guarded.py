@@ -168,6 +168,8 @@ class Guard(Watch):
         if then and grows_into_steps(trainer.model, verdict):
             then = WARN
         show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
+        if said["unseen"] and len(self.verdicts) == 1:
+            show.say(said["unseen"])
         if then and self.verdicts[-2:-1] != [WORSE]:
             self._blame(show)
         if then and then != WARN:

@@ -4,14 +4,15 @@
              of a product     the larger of its two operands'
     suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
              not finite       a number that is none
-             operand          times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS; but not where it passes the window
-                              of earlier steps by a factor of up to PASSING: gradients of healthy runs do that for a step, and the
-                              window has seen it then
+             operand          codes that are no cast of the original (`recast`)
+                              or times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS, of those that are a cast by their
+                              own amax above LIMIT_OF_OUTLIERS; but not where it passes the window of earlier steps by a factor of up to
+                              PASSING: gradients of healthy runs do that for a step, and the window has seen it then
 
 A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
 Errors of operands are compared and not those of results: of a float format the first are alike in all layers of healthy models (1.22 times
 the median at most), while sums that cancel, or rows that repeat, move the second by a factor of up to 6. Errors of integers follow from how
-far the largest element stands out, and from learned steps: up to 3.84 times. Figures in docs/trust.md.
+far the largest element stands out (up to 5.0 times early in a run), and from learned steps (3.84). Figures in docs/trust.md.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from narrowgauge.diagnose.blame.watch import OPERANDS, Key
 
 LIMIT = 1.5
 LIMIT_OF_INTEGERS = 4.0
+LIMIT_OF_OUTLIERS = 8.0
 PASSING = 4.0
 SMALLEST = 4  # layers of a kind
 SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
@@ -66,6 +68,7 @@ class Reading:
     distance: float = 0.0
     scale_off: float = 0.0
     uncast: float = 0.0
+    is_by_amax: bool = False
 
     @property
     def is_cast(self) -> bool:
@@ -81,7 +84,9 @@ class Reading:
 
     @property
     def limit(self) -> float:
-        return LIMIT_OF_INTEGERS if self.among_integers else LIMIT
+        if not self.among_integers:
+            return LIMIT
+        return LIMIT_OF_OUTLIERS if self.is_by_amax and self.is_cast else LIMIT_OF_INTEGERS
 
     @property
     def is_passing(self) -> bool:
@@ -234,7 +239,7 @@ def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
         lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None, is_narrow=seen.is_narrow,
         is_integer=seen.is_integer, among_integers=seen.is_integer and expected.is_integer,
         slope=seen.recast.slope, own_slope=seen.recast.own_slope, distance=seen.recast.distance, scale_off=seen.recast.scale_off,
-        uncast=seen.recast.over,
+        uncast=seen.recast.over, is_by_amax=seen.is_by_amax,
     )  # fmt: skip
 
 

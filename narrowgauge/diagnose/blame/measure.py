@@ -29,7 +29,7 @@ from narrowgauge.diagnose.statistics import ROUNDING
 from narrowgauge.formats import FloatFormat, IntFormat
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Window
+from narrowgauge.recipe import Current, Window
 from narrowgauge.scaling import times_scale
 
 STRETCH = 2**22  # elements of lhs and of the result that are wide at once
@@ -44,6 +44,7 @@ class Operand:
 
     error, size  squares of codes - original, and of the original
     saturated    elements beyond the format's largest number; underflown: not zero, but of code zero; nonzero: of all that are not zero
+    is_by_amax   its scales are those of its own amax
     used         largest amax that its scale was for (is_delayed: by a window); present: the largest amax itself
     recast       the codes against a fresh cast of the original
     """
@@ -52,6 +53,7 @@ class Operand:
     is_narrow: bool = False
     is_integer: bool = False
     is_delayed: bool = False
+    is_by_amax: bool = False
     error: float = 0.0
     size: float = 0.0
     saturated: int = 0
@@ -71,7 +73,7 @@ class Operand:
             setattr(self, each, getattr(self, each) + getattr(other, each))
         for each in ("used", "present"):
             setattr(self, each, max(getattr(self, each), getattr(other, each)))
-        for each in ("format", "is_narrow", "is_integer", "is_delayed"):
+        for each in ("format", "is_narrow", "is_integer", "is_delayed", "is_by_amax"):
             setattr(self, each, getattr(other, each))
         self.recast.take(other.recast)
 
@@ -94,7 +96,7 @@ class Operand:
         self.recast.add(original, codes, noise)
         cast = codes.cast
         self.format, self.is_narrow, self.is_integer = str(cast), True, isinstance(cast.format, IntFormat)
-        self.is_delayed = isinstance(cast.calibrate, Window)
+        self.is_delayed, self.is_by_amax = isinstance(cast.calibrate, Window), isinstance(cast.calibrate, Current)
         if original.numel():
             self.present = max(self.present, float(original.abs().amax()))
             self.used = max(self.used, float(codes.full_scale().max()) * cast.format.max)
