@@ -70,7 +70,7 @@ class QLinear(nn.Linear):
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin anew.
     Loading a state without any of the recipe's own leaves that as it is, and warns; one that has a part of it must have all.
 
-    observer   sees every operand in eager mode, and results if it asks for them; see `Observer` and `ProductObserver`
+    observer   sees every operand in eager mode, and results if it asks for them; see `Observer` and `observer.ProductObserver`
     reason     why `convert` chose another recipe than the one asked for, for `describe`; '' if it did not
     decision   what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not
     """

@@ -157,34 +157,24 @@ class Operand:
         """The operand of the product that reads t as it is."""
         made = self._rows(rotation)
         if self.context.observer is not None:
-            self._show_noise("rows", made)
-            self.context.observer(PRODUCTS[self.plan.role][0], self.plan.role, self._shown(rotation, made), made)
+            self._show("rows", self._shown(rotation, made), made)
         return made
 
     def cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         """The operand of the product that reads t.T. beside: the other operand of that product."""
         made = self._cols(rotation, beside)
         if self.context.observer is not None:
-            self._show_noise("cols", made)
-            self.context.observer(PRODUCTS[self.plan.role][1], self.plan.role, self._shown(rotation, made, made), made)
+            self._show("cols", self._shown(rotation, made, made), made)
         return made
 
-    def _show_noise(self, which: str, made: QTensor | Tensor) -> None:
-        """Shows the observer the noise of the rows or cols, where it is known."""
-        drew = getattr(self.context.observer, "drew", None)
-        if drew is None or not isinstance(made, QTensor) or made.cast.rounding != "stochastic":
-            return
-        keys, is_turned = self.casts.keys, False
-        drawn = keys | (self.drawn or {})
-        noise = drawn.get(which)
-        if noise is None and which == "cols" and self.plan.transposes:
-            noise, is_turned = drawn.get("rows"), True
-        if noise is None:
-            return
-        if not isinstance(noise, Tensor):
-            outer, inner = made.shape
-            noise = noise.uniform((inner, outer) if is_turned else (outer, inner))
-        drew(PRODUCTS[self.plan.role][which == "cols"], self.plan.role, noise.T if is_turned else noise)
+    def _show(self, which: str, original: Tensor, made: QTensor | Tensor) -> None:
+        role = self.plan.role
+        product = PRODUCTS[role][which == "cols"]
+        if isinstance(made, QTensor) and made.cast.rounding == "stochastic":
+            from narrowgauge.nn.noise import show
+
+            show(self, made, product, which)
+        self.context.observer(product, role, original, made)  # type: ignore[misc]
 
     def _shown(self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None) -> Tensor:
         if self.is_carrier and isinstance(made, QTensor):

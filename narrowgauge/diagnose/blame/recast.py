@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.quantize import dequantize, own_scale, recast
+from narrowgauge.ops.quantize import dequantize
+from narrowgauge.ops.quantize.recast import own_scale, recast
 from narrowgauge.qtensor import QTensor
 
 BIAS = 1e-3  # of the slope

@@ -25,7 +25,7 @@ Key = tuple[str, str]  # layer, product
 
 
 class LayerWatch:
-    """The observer of one layer (`nn.plan.ProductObserver`)."""
+    """The observer of one layer (`nn.observer.ProductObserver`)."""
 
     def __init__(self, name: str, layer: QLinear, found: dict[Key, Product]) -> None:
         self.name, self.layer, self.found = name, layer, found

@@ -143,7 +143,7 @@ class Audit:
 
 
 class _LayerAudit:
-    """The observer of a layer for one step (`nn.plan.ProductObserver`)."""
+    """The observer of a layer for one step (`nn.observer.ProductObserver`)."""
 
     keeps_inputs = False
 

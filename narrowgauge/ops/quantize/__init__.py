@@ -69,7 +69,6 @@ KERNELS.register(
 _WHOLE = Cast(format=E4M3)
 calibrated_amax = definition.calibrated_amax
 row_squares, spread = definition.row_squares, definition.spread
-recast, own_scale = definition.recast, definition.own_scale
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:

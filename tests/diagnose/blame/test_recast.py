@@ -13,7 +13,8 @@ from narrowgauge import formats
 from narrowgauge.diagnose.blame import Blame, blame
 from narrowgauge.diagnose.blame.recast import Recast
 from narrowgauge.diagnose.blame.watch import OPERANDS, LayerWatch, converted
-from narrowgauge.ops.quantize import dequantize, quantize, recast
+from narrowgauge.ops.quantize import dequantize, quantize
+from narrowgauge.ops.quantize.recast import recast
 from narrowgauge.ops.random import Key
 from narrowgauge.recipe import Cast
 from tests.compare import assert_same
