@@ -63,7 +63,7 @@ class Verdict:
         said = [self._verdict()] if self.seen_on != NUMBERS else ["The run does not compute what its recipe says."]
         if self.unlike:
             said.append(unlike_sentence(self.unlike))
-        if self.is_plateau and self.name in (WITHIN, UNKNOWN):
+        if self.first_loss is not None and self.is_plateau and self.name in (WITHIN, UNKNOWN):
             first, now = loss_value(self.first_loss), loss_value(self.loss)
             said.append(
                 f"The loss has hardly moved since the first check ({first}, now {now}): what holds a run on a plateau does not show "
