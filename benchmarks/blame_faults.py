@@ -13,7 +13,7 @@ Faults: a Llama of 4 blocks (28 Linears, 84 products), trained for 120 steps on 
 of each kind of product in four layers, once judged by others of its kind and once beside the step before. A window serves both products
 that read its tensor, so for those two faults either counts as right; they are planted under fp8-delayed, the others under fp8-current.
 Factors: one operand of one product is multiplied by 0.98, 0.99 or 0.995 before it is cast, as a truncating kernel would: each role in both
-of its products, four layers, seven recipes. Where the codes of one cast serve both products, either counts; layers that share the casts of
+of its products, two layers, seven recipes. Where the codes of one cast serve both products, either counts; layers that share the casts of
 x read them too, and are no other suspects.
 Healthy: twenty models of five architectures, ten recipes, at the first step and after 120, as `HEALTHY` says.
 """
@@ -52,11 +52,7 @@ DROPPED = 16
 LAYERS = ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.2.mlp.up_proj", "layers.3.self_attn.o_proj")
 FACTORS = (0.98, 0.99, 0.995)
 OF_FACTORS = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "int8", "nvfp4", "mxfp4")
-MAKERS = (
-    *LAYERS[:2],
-    "layers.2.mlp.gate_proj",
-    LAYERS[3],
-)  # layers that make the casts of their input, which others may share
+MAKERS = LAYERS[:2]  # layers that make the casts of their input: two others read those of the first
 FAULTS = ("e2m1", "int4", "saturate", "underflow", "kernel")
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -348,21 +344,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.only in (None, "factors"):
-        rows = []
-        for row in factors(options.seed):
-            rows.append(row)
-            print(
-                f"{row['recipe']:12} {row['factor']} {row['layer']:26} {row['product']:11} {row['role']:2} rank {row['rank']}  slope "
-                f"{row['slope']:.4f} for {row['own_slope']:.4f}  suspects beside it {row['other_suspects']}",
-                flush=True,
-            )  # fmt: skip
-        record("blame_faults", rows, RESULTS / "blame_faults.jsonl")
         for recipe in OF_FACTORS:
-            own = [row for row in rows if row["recipe"] == recipe]
-            right = sum(row["rank"] == 1 and row["is_suspect"] and row["right_role"] for row in own)
-            print(
-                f"{recipe}: right operand at rank one {right} of {len(own)}, others suspect {sum(row['other_suspects'] > 0 for row in own)}"
-            )
+            rows = list(factors(options.seed, (recipe,)))
+            record("blame_faults", rows, RESULTS / "blame_faults.jsonl")
+            right = sum(row["rank"] == 1 and row["is_suspect"] and row["right_role"] for row in rows)
+            others = sum(row["other_suspects"] > 0 for row in rows)
+            print(f"{recipe}: right operand at rank one {right} of {len(rows)}; others suspect {others}", flush=True)
     if options.only in (None, "faults"):
         rows = []
         for row in faults(options.seed):
