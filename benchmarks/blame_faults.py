@@ -2,6 +2,7 @@
 
     python -m benchmarks.blame_faults                     faults and healthy models; ten minutes of one core
     python -m benchmarks.blame_faults --only healthy --models llama gpt2
+    python -m benchmarks.blame_faults --only factors
 
 Faults: a Llama of 4 blocks (28 Linears, 84 products), trained for 120 steps on the bytes of this package; then in one product
 
@@ -11,6 +12,9 @@ Faults: a Llama of 4 blocks (28 Linears, 84 products), trained for 120 steps on 
 
 of each kind of product in four layers, once judged by others of its kind and once beside the step before. A window serves both products
 that read its tensor, so for those two faults either counts as right; they are planted under fp8-delayed, the others under fp8-current.
+Factors: one operand of one product is multiplied by 0.98, 0.99 or 0.995 before it is cast, as a truncating kernel would: each role in both
+of its products, two layers, seven recipes. Where the codes of one cast serve both products, either counts; layers that share the casts of
+x read them too, and are no other suspects.
 Healthy: twenty models of five architectures, ten recipes, at the first step and after 120, as `HEALTHY` says.
 """
 
@@ -31,7 +35,9 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from benchmarks.harness import RESULTS, record
+from benchmarks.planted_faults import shrinking
 from narrowgauge.diagnose.blame import Blame, blame
+from narrowgauge.diagnose.blame.watch import OPERANDS
 from narrowgauge.formats import E2M1, INT4
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
@@ -44,6 +50,9 @@ SIZES: dict[str, Any] = {
 POSITIONS = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
 DROPPED = 16
 LAYERS = ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.2.mlp.up_proj", "layers.3.self_attn.o_proj")
+FACTORS = (0.98, 0.99, 0.995)
+OF_FACTORS = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "int8", "nvfp4", "mxfp4")
+MAKERS = LAYERS[:2]  # layers that make the casts of their input: two others read those of the first
 FAULTS = ("e2m1", "int4", "saturate", "underflow", "kernel")
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -255,6 +264,47 @@ def faults(seed: int, layers: Sequence[str] = LAYERS) -> Iterator[dict[str, Any]
                             }  # fmt: skip
 
 
+def factors(seed: int, recipes: Sequence[str] = OF_FACTORS, layers: Sequence[str] = MAKERS) -> Iterator[dict[str, Any]]:
+    """A row for each recipe, layer, operand and factor."""
+    for recipe in recipes:
+        trained = begun("llama", recipe, seed)
+        trained.train(STEPS)
+        batch = trained.batch()
+        for name in layers:
+            layer: Any = next(each for own, each in trained.model.named_modules() if own.endswith(name))
+            for product, roles in OPERANDS.items():
+                for role in roles:
+                    for factor in FACTORS:
+                        with shrinking(layer, product, role, factor) as right:
+                            found = trained.blamed(batch)
+                        yield {
+                            "kind": "factor", "factor": factor, "recipe": recipe, "layer": name, "product": product, "role": role,
+                            "seed": seed, "loss": trained.seen, **_of_factor(found, name, role, right),
+                        }  # fmt: skip
+
+
+def _of_factor(found: Blame, layer: str, role: str, right: set[str]) -> dict[str, Any]:
+    """Where the culprit stands, by which operand, and suspects that read other codes."""
+    is_right = [each.layer.endswith(layer) and each.product in right for each in found.findings]
+    first = is_right.index(True)
+    culprit = found.findings[first]
+    reads = role if role != "x" else ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    block = culprit.layer.rpartition(".")[0]
+    others = [
+        each.name
+        for each, own in zip(found.findings, is_right, strict=True)
+        if each.is_suspect
+        and not own
+        and not (role == "x" and each.layer.startswith(block) and each.worse.role == "x" and each.layer.endswith(reads))
+    ]
+    named = {each.role: each for each in (culprit.lhs, culprit.rhs)}
+    return {
+        "rank": first + 1, "is_suspect": culprit.is_suspect, "right_role": culprit.worse.role == role, "slope": named[role].slope,
+        "own_slope": named[role].own_slope, "distance": named[role].distance, "scale_off": named[role].scale_off,
+        "other_suspects": len(others),
+    }  # fmt: skip
+
+
 def _place(found: Blame, layer: str, right: set[str]) -> dict[str, Any]:
     is_right = [each.layer.endswith(layer) and each.product in right for each in found.findings]
     first = is_right.index(True)
@@ -281,18 +331,26 @@ def healthy(name: str, recipe: str, seed: int) -> Iterator[dict[str, Any]]:
             "kind": "healthy", "model": name, "recipe": recipe, "seed": seed, "steps": steps, "loss": trained.seen,
             "suspects": len(found.suspects), "products": len(found.findings), "worst": worst.name, "times": worst.worse.times,
             "limit": worst.worse.limit, "result_times": max(max(own) / statistics.median(own) for own in noise.values()),
+            "uncast": max(reading.uncast for each in found.findings for reading in (each.lhs, each.rhs)),
             "kernel_over_bound": max(each.kernel / each.kernel_most for each in found.findings if each.kernel),
         }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Faults found and healthy models left alone.")
-    parser.add_argument("--only", choices=("faults", "healthy"))
+    parser.add_argument("--only", choices=("faults", "factors", "healthy"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="healthy ones")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    if options.only != "healthy":
+    if options.only in (None, "factors"):
+        for recipe in OF_FACTORS:
+            rows = list(factors(options.seed, (recipe,)))
+            record("blame_faults", rows, RESULTS / "blame_faults.jsonl")
+            right = sum(row["rank"] == 1 and row["is_suspect"] and row["right_role"] for row in rows)
+            others = sum(row["other_suspects"] > 0 for row in rows)
+            print(f"{recipe}: right operand at rank one {right} of {len(rows)}; others suspect {others}", flush=True)
+    if options.only in (None, "faults"):
         rows = []
         for row in faults(options.seed):
             rows.append(row)
@@ -307,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(
                 f"{fault}: rank one {sum(row['rank'] == 1 for row in own)}, suspect {sum(row['is_suspect'] for row in own)} of {len(own)}"
             )
-    if options.only != "faults":
+    if options.only in (None, "healthy"):
         rows = []
         for place, (name, recipe) in enumerate(HEALTHY):
             for row in healthy(name, recipe, options.seed + place) if name in options.models else ():

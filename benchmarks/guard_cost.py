@@ -4,6 +4,7 @@
 
 A Llama trains with a guard, and the processor time of this process is taken apart: the steps of the run, the steps of stretches, and
 everything else that the guard does (`Guard.before_step`, `after_step`, `saved`). Processor time, since neighbours share the machine.
+The audit works within the last steps of a check, which are the run's: `audit_steps` is what one of these takes more, in steps.
 Without an alarm the losses must be those of the same run without a guard, to the bit. The state weighs more against a step the fewer
 tokens a step has, so a run of few tokens is the dear case.
 """
@@ -43,15 +44,15 @@ def main() -> None:
             row = {**case, **measured(options.data, Path(folder), **case)}
         print(
             "{recipe}, then={then}, {tokens} tokens a step: {steps_share:.1%} of the run's steps did not count; beside them the guard took "
-            "{rest_of_run:.2%} of the run's time and {rest_of_stretches:.1%} of the stretches'; same losses: {same}".format(
-                **row
-            )
+            "{rest_of_run:.2%} of the run's time and {rest_of_stretches:.1%} of the stretches'; an observed step took "
+            "{audit_steps:.2f} steps more; same losses: {same}".format(**row)
         )
         rows.append(row)
     record("guard_cost", [row | {"guard": GUARD, "steps": STEPS, "sizes": SIZES} for row in rows], options.results)
 
 
 def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -> dict[str, Any]:
+    from narrowgauge.diagnose.guard import audit
     from narrowgauge.train import guarded, loop, stretch
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.trainer import Trainer
@@ -62,10 +63,11 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
         "checkpoint_every": 50, "eval_tokens": 4096,
     }  # fmt: skip
     words = f"every={GUARD['every']},steps={GUARD['steps']},margin=20%,then={then}"
-    spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0}
+    spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0, "audit": 0.0}
     guard = guarded.Guard
     places = [(Trainer, "_optimizer_step", "run"), (stretch, "_step", "stretches")]
     places += [(guard, name, "guard") for name in ("before_step", "after_step", "saved", "facts")]
+    places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]
     guarded_run = TrainConfig(**settings, output=str(folder / "guarded"), guard=words)
     with timed(spent, places):
         loop.run(guarded_run)
@@ -83,6 +85,7 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
         "rest_of_run": rest / spent["run"],
         "rest_of_stretches": rest / spent["stretches"],
         "checks": len(checks),
+        "audit_steps": spent["audit"] / (audit.STEPS * len(checks)) / (spent["run"] / STEPS),
         "same": losses[0] == losses[1],
         **{f"{name}_s": seconds for name, seconds in spent.items()},
     }

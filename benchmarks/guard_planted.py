@@ -31,7 +31,7 @@ ENDS = ("tail", "validation")
 UNCHECKED = ("bf16", "bf16-in-halves")  # the truth, and how far chance alone moves it
 KEPT = (
     "begun", "step", "difference", "control", "same", "noise", "wide", "margin", "scale", "weights", "slopes", "outside", "sick", "e_worse",
-    "e_worse_stretch", "e_worse_same", "e_within", "verdict", "seen_on", "direction", "sentence",
+    "e_worse_stretch", "e_worse_same", "e_within", "verdict", "seen_on", "direction", "sentence", "unlike", "compared", "unseen", "plateau",
 )  # of the event of a check  # fmt: skip
 
 

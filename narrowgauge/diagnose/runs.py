@@ -74,6 +74,7 @@ GUARD = {
     **dict.fromkeys(("begun", "steps", "checks", "since", "lost"), COUNT), **dict.fromkeys(("direction", "then", "sentence"), text),
     **dict.fromkeys(("wide", "narrow", "loss"), LOSS), "usual": either(LOSS, NOTHING), "control": either(number(finite=False), NOTHING),
     "more_checks": either(COUNT, NOTHING), "spent_s": SECONDS,
+    "unlike": table(listed(text)), "compared": COUNT, "unseen": text,
 }  # fmt: skip
 
 MAYBE = either(number(finite=False), NOTHING)

@@ -33,7 +33,8 @@ KIND = reading.Kind(
     form=forms.record(
         {"recipes": _named(forms.text), "seeds": _named(forms.number(0, whole=True)), "metric": forms.text, "margin": _refuse_margin},
         {
-            "control": forms.one_of(True, False), "threads": forms.number(0, whole=True), "identity": forms.table(forms.text), "margins": forms.listed(forms.text),
+            "control": forms.one_of(True, False),
+            "threads": forms.number(0, whole=True), "identity": forms.table(forms.text), "margins": forms.listed(forms.text),
             "looks": forms.listed(forms.number(0, whole=True)), "failed": forms.table(forms.text), "steps": forms.number(0, whole=True),
         },
     ),

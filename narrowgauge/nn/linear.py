@@ -68,7 +68,7 @@ class QLinear(nn.Linear):
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin anew.
     Loading a state without any of the recipe's own leaves that as it is, and warns; one that has a part of it must have all.
 
-    observer   sees every operand in eager mode, and results if it asks for them; see `Observer` and `ProductObserver`
+    observer   sees every operand in eager mode, and results if it asks for them; see `Observer` and `observer.ProductObserver`
     reason     why `convert` chose another recipe than the one asked for, for `describe`; '' if it did not
     decision   what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not
     """
@@ -338,13 +338,14 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
-        watches = hasattr(self.observer, "multiplied")
+        shows_results = hasattr(self.observer, "multiplied")
+        watches = shows_results and getattr(self.observer, "keeps_inputs", True)
         plan = self.plan(x.device, wrapper(x, weight), wide and type_of(x.device) == "cpu")
         return LinearContext(
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             () if steps is None or cache is None else steps.version(),
             None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
-            watches or self._keeps_x(plan, x.device), False, watches,
+            watches or self._keeps_x(plan, x.device), False, watches, shows_results,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

@@ -51,7 +51,7 @@ class LinearFunction(torch.autograd.Function):
             context.w_casts = cache.kept_for_backward(w_operand.casts)
         if y is None:
             y = plan.output.choice.kernel.run(lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate)
-            if context.watches:
+            if context.shows_results:
                 context.observer.multiplied("output", bias, y)  # type: ignore[union-attr]
         if keeper is not None:
             keeper.end(y)
@@ -111,7 +111,7 @@ def _gradient(product: str, lhs: Any, rhs: Any, context: LinearContext, dtype: t
     elif plan.expand == context.out_dtype == torch.bfloat16 and type_of(lhs.device) == "cpu":
         dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
-    if context.watches:
+    if context.shows_results:
         context.observer.multiplied(product, None, d)  # type: ignore[union-attr]
     return d
 

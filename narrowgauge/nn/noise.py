@@ -12,10 +12,18 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.ops.random import Key, draw, draws_keys
+from narrowgauge.qtensor import QTensor
 
 
 def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     """Of x, the rows or cols of an Operand (operands.py): that which waits for it, or a new draw."""
+    noise = _noise_of(operand, x, which)
+    if operand.context.observer is not None:
+        operand.drawn = {**(operand.drawn or {}), which: noise}
+    return noise
+
+
+def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     if which in operand.waiting:
         waited: Tensor | Key = operand.waiting.pop(which)
         return waited
@@ -28,6 +36,21 @@ def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
         return keys[which]
     noise = draw(tuple(x.shape), x.device, context.stream, plan.role, which)
     return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
+
+
+def show(operand: Any, made: QTensor, product: str, which: str) -> None:
+    """Shows the observer the noise of the rows or cols of an Operand that the product reads, where it is known."""
+    drew = getattr(operand.context.observer, "drew", None)
+    drawn = operand.casts.keys | (operand.drawn or {})
+    noise, is_turned = drawn.get(which), False
+    if noise is None and which == "cols" and operand.plan.transposes:
+        noise, is_turned = drawn.get("rows"), True
+    if drew is None or noise is None:
+        return
+    if not isinstance(noise, Tensor):
+        outer, inner = made.shape
+        noise = noise.uniform((inner, outer) if is_turned else (outer, inner))
+    drew(product, operand.plan.role, noise.T if is_turned else noise)
 
 
 def drawn_ahead(gy: Any, w: Any) -> bool:

@@ -75,6 +75,7 @@ class Operand:
     after         in backward the gradient that it began with
     later         in backward what makes it again, if its cols are asked for
     waiting       noise of its rows or cols that was drawn ahead (noise.py)
+    drawn         noise of its rows or cols, for an observer
     """
 
     sampled: Tensor | None = None
@@ -82,6 +83,7 @@ class Operand:
     is_carrier = False
     after: Tensor | None = None
     later: tuple[Again, Saved] | None = None
+    drawn: dict[str, Any] | None = None
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -155,15 +157,24 @@ class Operand:
         """The operand of the product that reads t as it is."""
         made = self._rows(rotation)
         if self.context.observer is not None:
-            self.context.observer(PRODUCTS[self.plan.role][0], self.plan.role, self._shown(rotation, made), made)
+            self._show("rows", self._shown(rotation, made), made)
         return made
 
     def cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         """The operand of the product that reads t.T. beside: the other operand of that product."""
         made = self._cols(rotation, beside)
         if self.context.observer is not None:
-            self.context.observer(PRODUCTS[self.plan.role][1], self.plan.role, self._shown(rotation, made, made), made)
+            self._show("cols", self._shown(rotation, made, made), made)
         return made
+
+    def _show(self, which: str, original: Tensor, made: QTensor | Tensor) -> None:
+        role = self.plan.role
+        product = PRODUCTS[role][which == "cols"]
+        if isinstance(made, QTensor) and made.cast.rounding == "stochastic":
+            from narrowgauge.nn.noise import show
+
+            show(self, made, product, which)
+        self.context.observer(product, role, original, made)  # type: ignore[misc]
 
     def _shown(self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None) -> Tensor:
         if self.is_carrier and isinstance(made, QTensor):

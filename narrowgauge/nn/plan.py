@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
-
-
-class ProductObserver(Protocol):
-    """An observer of results too: after its operands, each product. Inputs are kept for it as they came (`LinearContext.watches`).
-
-    result [M, N] of lhs [M, K] @ rhs [N, K].T + bias, as its kernel gave it: of a straight-through product in the rotated basis.
-    """
-
-    def __call__(self, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None: ...
-    def multiplied(self, gemm: str, bias: Tensor | None, result: Tensor) -> None: ...
-
 
 # Role -> the product that reads the tensor as it is, and the one that reads it transposed.
 PRODUCTS = {"x": ("output", "grad_weight"), "w": ("output", "grad_input"), "gy": ("grad_input", "grad_weight")}
@@ -224,7 +213,8 @@ class LinearContext:
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
     x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
     keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
-    watches        whether the observer sees results too (`ProductObserver`): x is kept, also where its codes alone would be
+    watches        whether the observer needs x itself in backward (`observer.ProductObserver`), also where codes alone would be saved
+    shows_results  whether the observer sees results (`observer.ProductObserver`)
     keeps_w        (compiled code) whether forward casts the weight both ways and keeps its cols for backward
     w_casts        (eager code) the casts of the weight that forward leaves to backward; None: backward casts it
     """
@@ -246,3 +236,4 @@ class LinearContext:
     keeps_w: bool = False
     watches: bool = False
     w_casts: Any = None
+    shows_results: bool = False

@@ -83,6 +83,8 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
     yield f"{plural(len(events), 'check')} took {plural(spent, 'step')} that did not count, {share} of the run's."
     if line := first_steps(events):
         yield line
+    if line := audited(events):
+        yield line
     for event in events:
         if event["verdict"] == "reference":
             yield f"Step {count(event['step'])}: the BF16 reference itself was not finite."
@@ -128,6 +130,18 @@ def first_steps(events: Sequence[Event]) -> str:
     sick = dict.fromkeys(name for event in events for name in event.get("sick") or ())
     others = f"; another gradient: {', '.join(sick)}" if sick else ""
     return f"{said}, and the gradients of {plural(most, 'weight')} had slopes of {lowest} to {highest}{others}."
+
+
+def audited(events: Sequence[Event]) -> str:
+    """How many products were compared with their recipe in the last steps of the checks, and what could not be; '' of older runs."""
+    seen = [event for event in events if is_number(event.get("compared"))]
+    if not seen:
+        return ""
+    unlike = dict.fromkeys(name for event in seen for name in event.get("unlike") or ())
+    found = f"unlike it: {', '.join(unlike)}" if unlike else "all are as it says"
+    most = max(event["compared"] for event in seen)
+    unseen = f" {seen[-1]['unseen']}" if seen[-1].get("unseen") else ""
+    return f"In the last steps of a check the numbers of up to {plural(most, 'product')} were compared with the recipe; {found}.{unseen}"
 
 
 def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, int]]:

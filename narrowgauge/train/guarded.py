@@ -26,6 +26,8 @@ from narrowgauge import storage
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.format_text import percent, plural, size
+from narrowgauge.diagnose.guard.audit import STEPS as AUDITED
+from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
@@ -58,6 +60,7 @@ class Guard(Watch):
         self.known: Verdict | None = None
         self.running: Running | None = None
         self.first: FirstStep | None = None  # of the check under way, until the run has taken it
+        self.audit: Audit | None = None  # of the check under way, in its last steps
         self.switched: tuple[int, str] | None = None  # the step after which the recipe became a wider one, and its name
         self.verdicts: list[str] = []
         self.stretch_steps = 0  # that did not count
@@ -107,6 +110,9 @@ class Guard(Watch):
 
     def before_step(self, show: Console) -> None:
         trainer, steps = self.trainer, self.settings.steps
+        if self.running is not None and trainer.step >= self.running.begun + steps - AUDITED:
+            self.audit = self.audit or Audit(trainer.model, len(self.evidence.checks))
+            self.audit.begin()
         if self.running is not None or not self._begins_after(trainer.step):
             return
         again = wants_control(self.evidence)
@@ -151,9 +157,12 @@ class Guard(Watch):
         trainer, running = self.trainer, self.running
         if running is not None and self.first is not None:
             running.slopes, self.first = self.first.slopes(), None
+        if running is not None and self.audit is not None:
+            self.audit.end()
+            running.audited.take(self.audit.found())
         if running is None or not self._ends_after(trainer.step):
             return
-        self.running = None
+        self.running = self.audit = None
         verdict, said = running.judged(self.evidence, self.settings.steps)
         self.known = verdict
         self.verdicts.append(verdict.name)
@@ -163,6 +172,8 @@ class Guard(Watch):
         if then and grows_into_steps(trainer.model, verdict):
             then = WARN
         show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
+        if said["unseen"] and len(self.verdicts) == 1:
+            show.say(said["unseen"])
         if then and self.verdicts[-2:-1] != [WORSE]:
             self._blame(show)
         if then and then != WARN:
@@ -270,7 +281,9 @@ class Guard(Watch):
     def restore(self, facts: Mapping[str, Any]) -> None:
         if self.first is not None:
             self.first.close()
-        self.running = self.first = None
+        if self.audit is not None:
+            self.audit.end()
+        self.running = self.first = self.audit = None
         if not (known := known_of(facts)):
             return
         self.switched = known["switched"] and tuple(known["switched"])

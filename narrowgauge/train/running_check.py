@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.diagnose.guard.audit import Audited
 from narrowgauge.diagnose.guard.check import judged
 from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes
@@ -28,6 +29,7 @@ class Running:
     narrow   losses of the run since
     slopes   of the gradients of the first step, narrow against wide; none where they were not seen
     spent_s  in the stretch; trained_s: of the run before it
+    audited  what the last steps of the run compute
     """
 
     begun: int
@@ -38,6 +40,7 @@ class Running:
     slopes: dict[str, float] = field(default_factory=dict)
     spent_s: float = 0.0
     trained_s: float = 0.0
+    audited: Audited = field(default_factory=Audited)
 
     def facts(self, terms: dict[str, Any]) -> dict[str, Any]:
         """terms: what its losses depend on (`guard_before.terms`)."""
@@ -47,12 +50,14 @@ class Running:
     def of(cls, facts: Mapping[str, Any], terms: dict[str, Any]) -> Running | None:
         """What `facts` gave; None where the run goes on under other terms."""
         known = dict(facts)
-        return cls(**known) if known.pop("terms", None) == terms else None
+        if known.pop("terms", None) != terms:
+            return None
+        return cls(**{**known, "audited": Audited(**known.get("audited", {}))})
 
     def judged(self, evidence: Evidence, steps: int) -> tuple[Verdict, dict[str, Any]]:
         """The verdict with this check, and what the log says of it."""
         wide = [each["loss"] for each in self.wide]
-        verdict, said = judged(evidence, self.begun, steps, self.narrow, wide, self.control, self.slopes)
+        verdict, said = judged(evidence, self.begun, steps, self.narrow, wide, self.control, self.slopes, self.audited)
         return verdict, said | {"lost": self.lost}
 
 

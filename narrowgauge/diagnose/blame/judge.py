@@ -4,14 +4,15 @@
              of a product     the larger of its two operands'
     suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
              not finite       a number that is none
-             operand          times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS; but not where it passes the window
-                              of earlier steps by a factor of up to PASSING: gradients of healthy runs do that for a step, and the
-                              window has seen it then
+             operand          codes that are no cast of the original (`recast`)
+                              or times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS, of those that are a cast by their
+                              own amax above LIMIT_OF_OUTLIERS; but not where it passes the window of earlier steps by a factor of up to
+                              PASSING: gradients of healthy runs do that for a step, and the window has seen it then
 
 A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
 Errors of operands are compared and not those of results: of a float format the first are alike in all layers of healthy models (1.22 times
 the median at most), while sums that cancel, or rows that repeat, move the second by a factor of up to 6. Errors of integers follow from how
-far the largest element stands out, and from learned steps: up to 3.84 times. Figures in docs/trust.md.
+far the largest element stands out (up to 5.0 times early in a run), and from learned steps (3.84). Figures in docs/trust.md.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.diagnose.blame.measure import Operand, Product
+from narrowgauge.diagnose.blame.recast import SCALE_OFF
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key
 
 LIMIT = 1.5
 LIMIT_OF_INTEGERS = 4.0
+LIMIT_OF_OUTLIERS = 8.0
 PASSING = 4.0
 SMALLEST = 4  # layers of a kind
 SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
@@ -44,7 +47,11 @@ Baseline = Mapping[Key, Mapping[str, Expected]]  # (layer, product) -> role -> w
 
 @dataclass(frozen=True)
 class Reading:
-    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: so is what is expected."""
+    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: so is what is expected.
+
+    slope, own_slope, distance, scale_off  see `recast`
+    uncast                                 the largest of them over its limit: above 1 the codes are no cast of the original
+    """
 
     role: str
     format: str
@@ -56,6 +63,17 @@ class Reading:
     is_narrow: bool
     is_integer: bool
     among_integers: bool
+    slope: float = 1.0
+    own_slope: float = 1.0
+    distance: float = 0.0
+    scale_off: float = 0.0
+    uncast: float = 0.0
+    is_by_amax: bool = False
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether its codes are a cast of the original (`recast`)."""
+        return self.uncast <= 1
 
     @property
     def times(self) -> float:
@@ -66,7 +84,9 @@ class Reading:
 
     @property
     def limit(self) -> float:
-        return LIMIT_OF_INTEGERS if self.among_integers else LIMIT
+        if not self.among_integers:
+            return LIMIT
+        return LIMIT_OF_OUTLIERS if self.is_by_amax and self.is_cast else LIMIT_OF_INTEGERS
 
     @property
     def is_passing(self) -> bool:
@@ -75,15 +95,16 @@ class Reading:
 
     @property
     def is_suspect(self) -> bool:
-        return self.is_narrow and not self.is_passing and not self.times <= self.limit
+        return self.is_narrow and (not self.is_cast or (not self.is_passing and not self.times <= self.limit))
 
     @property
     def over(self) -> float:
-        """By which operands are ordered: times over its limit, below 1 for what is no suspect."""
+        """By which operands are ordered: times over its limit, below 1 for what is no suspect; codes that are no cast, by how far."""
         if not self.is_narrow:
             return 0.0
         over = math.inf if math.isnan(self.times) else self.times / self.limit
-        return min(over, 0.99) if self.is_passing else over
+        over = min(over, 0.99) if self.is_passing else over
+        return over if self.is_cast else max(over, self.uncast)
 
 
 @dataclass(frozen=True)
@@ -128,7 +149,13 @@ class Finding:
         """By which findings are ordered: what is no number, kernels that are off, limits that are passed, then the noise of results."""
         if not self.is_finite:
             return (3.0, 0.0, 0.0)
-        return (2.0, self.kernel / self.kernel_most, 0.0) if self.is_kernel else (1.0, self.worse.over, self.noise)
+        if self.is_kernel:
+            return (2.0, self.kernel / self.kernel_most, 0.0)
+        worse = self.worse
+        if worse.is_narrow and not worse.is_cast:
+            # Layers that share the casts of x all read them: the one that made them was called first, and sorting keeps that order.
+            return (1.0, float(f"{worse.over:.2g}"), 0.0)
+        return (1.0, worse.over, self.noise)
 
     @property
     def name(self) -> str:
@@ -145,6 +172,8 @@ class Finding:
                 "the kernel, not the format"
             )
         worse = self.worse
+        if worse.is_narrow and not worse.is_cast:
+            return _uncast(worse)
         usual = f", {worse.times:.1f} times the {worse.expected:.2g} of its kind" if worse.expected else ""
         words = f"{worse.role} as {worse.format} is {worse.error:.2g} off{usual}"
         for share, what in ((worse.saturated, "saturates"), (worse.underflown, "becomes zero")):
@@ -153,6 +182,17 @@ class Finding:
             side = f"{worse.lag:.2g} times" if worse.lag > 1 else f"1/{1 / max(worse.lag, 1e-30):.2g} of"
             words += f"; its largest element is {side} what its window gives"
         return words
+
+
+def _uncast(reading: Reading) -> str:
+    """Why codes are no cast of their tensor, a clause."""
+    words = (
+        f"the codes of {reading.role} as {reading.format} are not a cast of {reading.role}: {reading.distance:.2g} of its norm apart, "
+        f"slope {reading.slope:.4f}, of a fresh cast {reading.own_slope:.4f}"
+    )
+    if reading.scale_off > SCALE_OFF:
+        words += f"; a scale is off that of its amax by {reading.scale_off:.1%}"
+    return words + (f"; {reading.saturated:.0%} of it saturates" if reading.saturated >= SHARE else "")
 
 
 def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> list[Finding]:
@@ -198,6 +238,8 @@ def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
         saturated=seen.saturated / there, underflown=seen.underflown / there,
         lag=seen.present / seen.used if seen.is_delayed and seen.used > 0 else None, is_narrow=seen.is_narrow,
         is_integer=seen.is_integer, among_integers=seen.is_integer and expected.is_integer,
+        slope=seen.recast.slope, own_slope=seen.recast.own_slope, distance=seen.recast.distance, scale_off=seen.recast.scale_off,
+        uncast=seen.recast.over, is_by_amax=seen.is_by_amax,
     )  # fmt: skip
 
 

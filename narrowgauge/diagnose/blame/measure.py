@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from narrowgauge.diagnose.blame.recast import Recast
 from narrowgauge.diagnose.statistics import ROUNDING
 from narrowgauge.formats import FloatFormat, IntFormat
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Window
+from narrowgauge.recipe import Current, Window
 from narrowgauge.scaling import times_scale
 
 STRETCH = 2**22  # elements of lhs and of the result that are wide at once
@@ -43,13 +44,16 @@ class Operand:
 
     error, size  squares of codes - original, and of the original
     saturated    elements beyond the format's largest number; underflown: not zero, but of code zero; nonzero: of all that are not zero
+    is_by_amax   its scales are those of its own amax
     used         largest amax that its scale was for (is_delayed: by a window); present: the largest amax itself
+    recast       the codes against a fresh cast of the original
     """
 
     format: str = ""
     is_narrow: bool = False
     is_integer: bool = False
     is_delayed: bool = False
+    is_by_amax: bool = False
     error: float = 0.0
     size: float = 0.0
     saturated: int = 0
@@ -57,6 +61,7 @@ class Operand:
     nonzero: int = 0
     used: float = 0.0
     present: float = 0.0
+    recast: Recast = field(default_factory=Recast)
 
     @property
     def off(self) -> float:
@@ -68,11 +73,12 @@ class Operand:
             setattr(self, each, getattr(self, each) + getattr(other, each))
         for each in ("used", "present"):
             setattr(self, each, max(getattr(self, each), getattr(other, each)))
-        for each in ("format", "is_narrow", "is_integer", "is_delayed"):
+        for each in ("format", "is_narrow", "is_integer", "is_delayed", "is_by_amax"):
             setattr(self, each, getattr(other, each))
+        self.recast.take(other.recast)
 
-    def add(self, original: Tensor, codes: QTensor | Tensor, wide: torch.dtype) -> None:
-        """original [outer, inner] in the orientation of the codes."""
+    def add(self, original: Tensor, codes: QTensor | Tensor, wide: torch.dtype, noise: Tensor | None = None) -> None:
+        """original [outer, inner] in the orientation of the codes, as is the noise that they were rounded with."""
         decoded = decode(codes)
         for own, made, scale in _stretches(original, decoded, _scales(codes)):
             wide_own = own.to(wide)
@@ -87,9 +93,10 @@ class Operand:
         if not isinstance(codes, QTensor):
             self.format = str(codes.dtype).removeprefix("torch.")
             return
+        self.recast.add(original, codes, noise)
         cast = codes.cast
         self.format, self.is_narrow, self.is_integer = str(cast), True, isinstance(cast.format, IntFormat)
-        self.is_delayed = isinstance(cast.calibrate, Window)
+        self.is_delayed, self.is_by_amax = isinstance(cast.calibrate, Window), isinstance(cast.calibrate, Current)
         if original.numel():
             self.present = max(self.present, float(original.abs().amax()))
             self.used = max(self.used, float(codes.full_scale().max()) * cast.format.max)
@@ -146,22 +153,40 @@ class Product:
         bias: Tensor | None,
         result: Tensor,
         fast: bool,
+        noises: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
-        """One call. originals, codes: of lhs and rhs, [outer, contracted]. fast: the kernel may add FP8 products with few bits."""
+        """One call. originals, codes, noises: of lhs and rhs, [outer, contracted].
+
+        fast    the kernel may add FP8 products with few bits
+        noises  that codes were rounded with stochastically, where it is known
+        """
         wide = torch.float32 if result.is_cuda else torch.float64
         self.calls += 1
         self.shape = result.shape[0], result.shape[1], originals[0].shape[1]
         with exact_float32(result.device):
-            for operand, original, made in zip((self.lhs, self.rhs), originals, codes, strict=True):
-                operand.add(original, made, wide)
+            for operand, original, made, noise in zip((self.lhs, self.rhs), originals, codes, noises, strict=True):
+                operand.add(original, made, wide, noise)
             far, size, _ = _distance(result, originals, bias, wide)
             columns = [each.to(wide).square().sum(dim=0, dtype=torch.float64) for each in originals]
-            decoded = decode(codes[0]), decode(codes[1])
-            off, coded, whole = _distance(result, decoded, bias, wide)
-            lengths = [math.sqrt(_squares(each.to(wide))) for each in decoded]
+            off, coded, explained = kernel_distance(codes, bias, result, fast)
         self.far, self.size, self.off, self.coded = self.far + far, self.size + size, self.off + off, self.coded + coded
         self.incoherent += float((columns[0] * columns[1]).sum())
-        self.explained += roundings(result, codes, math.sqrt(coded), math.sqrt(whole), math.prod(lengths), fast) ** 2
+        self.explained += explained**2
+
+
+def kernel_distance(
+    codes: tuple[QTensor | Tensor, QTensor | Tensor], bias: Tensor | None, result: Tensor, fast: bool
+) -> tuple[float, float, float]:
+    """(squares of result - codes product, squares of the codes product, the norm of the first that rounding explains).
+
+    codes: of lhs and rhs. Call it inside `exact_float32`.
+    """
+    wide = torch.float32 if result.is_cuda else torch.float64
+    decoded = decode(codes[0]), decode(codes[1])
+    off, coded, whole = _distance(result, decoded, bias, wide)
+    lengths = [math.sqrt(_squares(each.to(wide))) for each in decoded]
+    explained = roundings(result, codes, math.sqrt(coded), math.sqrt(whole), math.prod(lengths), fast)
+    return off, coded, explained
 
 
 def roundings(

@@ -25,11 +25,15 @@ Key = tuple[str, str]  # layer, product
 
 
 class LayerWatch:
-    """The observer of one layer (`nn.plan.ProductObserver`)."""
+    """The observer of one layer (`nn.observer.ProductObserver`)."""
 
     def __init__(self, name: str, layer: QLinear, found: dict[Key, Product]) -> None:
         self.name, self.layer, self.found = name, layer, found
         self.seen: dict[tuple[str, str], tuple[Tensor, QTensor | Tensor]] = {}
+        self.noise: dict[tuple[str, str], Tensor] = {}
+
+    def drew(self, gemm: str, role: str, noise: Tensor) -> None:
+        self.noise[gemm, role] = noise
 
     def __call__(self, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
         is_rows = PRODUCTS[role][0] == gemm
@@ -37,12 +41,13 @@ class LayerWatch:
 
     def multiplied(self, gemm: str, bias: Tensor | None, result: Tensor) -> None:
         lhs, rhs = (self.seen.pop((gemm, role), None) for role in OPERANDS[gemm])
+        left, right = (self.noise.pop((gemm, role), None) for role in OPERANDS[gemm])
         if lhs is None or rhs is None:
             return
         recipe = self.layer.recipe
         fast = recipe is not None and getattr(recipe, gemm).fast_accumulate
         product = self.found.setdefault((self.name, gemm), Product())
-        product.add((lhs[0], rhs[0]), (lhs[1], rhs[1]), bias, result.detach(), fast)
+        product.add((lhs[0], rhs[0]), (lhs[1], rhs[1]), bias, result.detach(), fast, (left, right))
 
 
 @contextmanager

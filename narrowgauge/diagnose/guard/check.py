@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.diagnose.guard import same_weights
+from narrowgauge.diagnose.guard.audit import Audited
 from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.verdict import Verdict
 from narrowgauge.diagnose.sensitivity import progress_between
@@ -42,13 +43,16 @@ def wants_control(evidence: Evidence) -> bool:
 def judged(
     evidence: Evidence, begun: int, steps: int,
     narrow: Sequence[float], wide: Sequence[float], control: Sequence[float] | None = None, slopes: Mapping[str, float] | None = None,
+    audited: Audited | None = None,
 ) -> tuple[Verdict, dict[str, Any]]:  # fmt: skip
     """The verdict with one more check, and what the log says of it.
 
     begun                  the step after which the continuations parted
     narrow, wide, control  their losses, one for each of `steps` optimizer steps, fewer of one that was lost; control: wide once more
     slopes                 of the gradients of the first step (`same_weights.slopes`); none where they were not seen
+    audited                of the last steps of narrow (`audit`)
     """
+    audited = audited or Audited()
     lost = next((begun + place for place, loss in enumerate(wide, 1) if not math.isfinite(loss)), 0)
     of_narrow, of_wide = late_mean(narrow, steps), late_mean(wide, steps)
     apart = None if control is None else late_mean(control, steps) - of_wide
@@ -58,7 +62,14 @@ def judged(
     progress = progress_between(evidence.first, wide[steps // 2 :]) if evidence.first else None
     learnt = progress.shown if progress else (0.0 if evidence.first else None)
     verdict = evidence.add(
-        of_narrow - of_wide, loss=of_wide, control=apart, same=same, noise=around, outside=outside, learnt=learnt
+        of_narrow - of_wide,
+        loss=of_wide,
+        control=apart,
+        same=same,
+        noise=around,
+        outside=outside,
+        unlike=audited.unlike,
+        learnt=learnt,
     )
     ends = [min(slopes.values()), max(slopes.values())] if slopes else None
     said = {
@@ -73,4 +84,4 @@ def judged(
         "noise": around,
         "sentence": verdict.sentence,
     }
-    return verdict, {**said, **verdict.event()}
+    return verdict, {**said, **verdict.event(), **audited.event()}

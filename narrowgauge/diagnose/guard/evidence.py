@@ -13,6 +13,7 @@ and which weights have another gradient in that first step (same_weights.py).
                lower the loss at first: against "not above", "not below", and "neither above nor below at any check"; their mean is the E of
                a number, and the mean of both numbers' the E of the run: a mean of e-values is one.
                Or a weight whose gradient is another at two checks in a row. That is a limit, not a bet: see same_weights.py.
+                Or numbers that are not those of the recipe, at one check: see audit.py.
     within     (only of a run that has learnt, see `sensitivity`: the margin of this verdict is at most a share of what it learnt)
                E >= 20 against "above the margin" and against "below minus the margin", of both numbers; E is the smallest one.
                And no weight has another gradient at the newest check.
@@ -33,13 +34,15 @@ import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from narrowgauge.diagnose.guard.bets import RunBets
+from narrowgauge.diagnose.guard.unlike import Unlike
 from narrowgauge.diagnose.guard.verdict import (
     FORESIGHT,
     GRADIENT,
+    NUMBERS,
     REFERENCE,
     SAME_WEIGHTS,
     STRETCH,
@@ -69,6 +72,7 @@ class Check:
     noise       values with the scale of its noise
     outside     weights whose gradient is another, with its slope; None: gradients were not seen
     learnt      how far the reference's loss has fallen since the first steps, as far as that is shown; None: not known
+    unlike      products whose numbers are not those of their recipe, see `unlike`
     """
 
     difference: float
@@ -78,6 +82,7 @@ class Check:
     noise: Sequence[float] = ()
     outside: Mapping[str, float] | None = None
     learnt: float | None = None
+    unlike: Unlike = field(default_factory=dict)
 
 
 class Evidence:
@@ -101,7 +106,8 @@ class Evidence:
 
     def add(
         self, difference: float, *, loss: float, control: float | None = None, same: float | None = None,
-        noise: Sequence[float] = (), outside: Mapping[str, float] | None = None, learnt: float | None = None,
+        noise: Sequence[float] = (), outside: Mapping[str, float] | None = None, unlike: Unlike | None = None,
+        learnt: float | None = None,
     ) -> Verdict:  # fmt: skip
         """The verdict after one more check.
 
@@ -111,11 +117,13 @@ class Evidence:
         same        loss of narrow minus wide at the first step, which both take from the same weights
         noise       how far such differences scatter from batch to batch: deviations of that size
         outside     weights whose gradient at that step is not that of wide, with their slopes, worst first; None: not seen
+        unlike      products whose numbers are not those of their recipe (audit.py): one look suffices
         learnt      how far its loss has fallen since the first steps of the run (`sensitivity.progress_between`); None: not known
         NaN and infinity may be passed.
         """
         check = Check(
-            difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside, learnt=learnt
+            difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside, unlike=unlike or {},
+            learnt=learnt,
         )  # fmt: skip
         self._take(check)
         return self.verdict()
@@ -163,6 +171,8 @@ class Evidence:
             name, seen_on, direction = REFERENCE, "", ""
         elif not math.isfinite(newest.difference):
             name, seen_on, direction = WORSE, STRETCH, "not finite"
+        elif newest.unlike and name != WORSE:
+            name, seen_on, direction = WORSE, NUMBERS, NUMBERS
         elif sick and name != WORSE:
             name, seen_on, direction = WORSE, GRADIENT, GRADIENT
         elif name == WITHIN and (newest.outside or not self._certified(newest) > 0):
@@ -191,8 +201,16 @@ class Evidence:
             e_worse_same=bets.same.e_worse if bets.same.checks else None,
             e_within=bets.e_within,
             sick=sick,
+            unlike=newest.unlike,
+            first_loss=self._first_loss(),
             more_checks=self._more_checks(newest, *means) if name == UNKNOWN else 0,
         )
+
+    def _first_loss(self) -> float | None:
+        """The reference's loss at the first check that counts, None without one before the newest."""
+        numbers = (number for number in range(1, len(self.checks)) if self._counts(number))
+        first = next(numbers, None)
+        return None if first is None else self.checks[first - 1].loss
 
     def _sick(self) -> tuple[str, ...]:
         """The weights whose gradient is another at the newest check and was so at the one before."""

@@ -8,6 +8,7 @@ A check: the state is copied apart from the run (`fork`), the run takes `steps` 
 the state of now change places, and the same batches are taken in BF16. Nothing is looked ahead, so the loop keeps its iterator, workers and
 sampler. What is judged is the difference of the losses (`check`, `evidence`). Every fourth check takes a control too: BF16
 once more from weights that differ in their last bit, with the same masks of dropout, so that rounding alone tells the two apart (`nudge`).
+In the last steps of a check the numbers of the run are compared with its recipe (`audit`).
 
 Afterwards the run goes on from its narrow end: without an alarm it has the bits of the unguarded run. Where it is worse, `then` may have it
 go on from the BF16 end instead; those steps were computed anyway.
@@ -38,6 +39,8 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.diagnose.format_text import size
 from narrowgauge.diagnose.generators import generators, set_generators
+from narrowgauge.diagnose.guard.audit import STEPS as AUDITED
+from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
@@ -65,11 +68,13 @@ class _Check:
     begun  the steps of the run before it
     fork   the state of then
     first  the gradients of its first step
+    audit  what its last steps compute
     """
 
     begun: int
     fork: Fork
     first: FirstGradients
+    audit: Audit
     batches: list[Kept] = field(default_factory=list)
     generators: list[dict[str, Any]] = field(default_factory=list)  # before each step: a data set may draw between two
     losses: list[Any] = field(default_factory=list)
@@ -138,9 +143,12 @@ class Guard:
             self._wide.close()
             self._is_wide = False
             fork = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
-            self._check = _Check(self._taken, fork, FirstGradients(self.model, self.optimizer))
+            first, audit = FirstGradients(self.model, self.optimizer), Audit(self.model, len(self.evidence.checks))
+            self._check = _Check(self._taken, fork, first, audit)
         if self._check is not None:
             self._check.generators.append(generators())
+            if len(self._check.batches) >= self.settings.steps - AUDITED:
+                self._check.audit.begin()
 
     def after_step(self, batch: Any, loss: Any) -> None:
         """And after it, with its batch and mean loss. Ends a check that has its steps."""
@@ -151,6 +159,7 @@ class Guard:
         if self._check is None:
             return
         self._check.first.close()
+        self._check.audit.end()
         self._check.batches.append(Kept(batch))
         self._check.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         if len(self._check.batches) == self.settings.steps:
@@ -161,6 +170,7 @@ class Guard:
     def _drop(self) -> None:
         if self._check is not None:
             self._check.first.close()
+            self._check.audit.end()
         self._check = None
 
     def _multiple(self, step: int) -> int:
@@ -223,7 +233,10 @@ class Guard:
             check.fork.restore()
         wide, gradients = self._in_bf16(check, end, rates)
         found = slopes(check.first.samples, gradients)
-        verdict, numbers = judged(self.evidence, check.begun, self.settings.steps, narrow, wide, control, found)
+        audited = check.audit.found()
+        verdict, numbers = judged(
+            self.evidence, check.begun, self.settings.steps, narrow, wide, control, found, audited
+        )
         action = self._follow(verdict, end)
         event = {
             "event": "guard",

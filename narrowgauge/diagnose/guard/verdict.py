@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from narrowgauge.diagnose.format_text import count, loss_value, plural, signed
+from narrowgauge.diagnose.guard.unlike import Unlike
+from narrowgauge.diagnose.guard.unlike import sentence as unlike_sentence
 from narrowgauge.diagnose.sensitivity import SHARE
 
 WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
-STRETCH, SAME_WEIGHTS, GRADIENT = "stretch", "same weights", "gradient"  # what a verdict of worse was seen on
+STRETCH, SAME_WEIGHTS, GRADIENT, NUMBERS = "stretch", "same weights", "gradient", "numbers"  # what "worse" was seen on
+PLATEAU = 0.02  # of the first check's loss: a run whose loss fell by less since then has hardly moved
 FORESIGHT = 100  # checks ahead
 NAMED = 3  # weights in a sentence
 WIDE = 0.02  # of the loss: a larger margin is told
@@ -20,8 +23,8 @@ class Verdict:
     """What is known after the newest check, with the numbers behind it; differences in nats."""
 
     name: str  # worse, within, unknown, reference
-    direction: str  # of what is worse: "higher", "lower", "gradient", "not finite"; else ""
-    seen_on: str  # of what is worse: "stretch", "same weights", "gradient"; else ""
+    direction: str  # of what is worse: "higher", "lower", "gradient", "numbers", "not finite"; else ""
+    seen_on: str  # of what is worse: "stretch", "same weights", "gradient", "numbers"; else ""
     checks: int
     difference: float  # of the newest check
     control: float | None  # of the newest check
@@ -45,14 +48,34 @@ class Verdict:
         int | None
     )  # until a verdict if the next differences are like the mean; 0 with a verdict; None: beyond FORESIGHT
 
+    unlike: Unlike = field(default_factory=dict)  # products whose numbers at this check are not those of their recipe
+    first_loss: float | None = None  # the reference's at the first check; None at that one
+
     def event(self) -> dict[str, Any]:
         """The fields by name; `name` is called `verdict`."""
         fields = asdict(self)
-        return {"verdict": fields.pop("name"), **fields}
+        return {"verdict": fields.pop("name"), **fields, "plateau": self.is_plateau}
+
+    @property
+    def is_plateau(self) -> bool:
+        """Whether the loss has hardly moved since the first check."""
+        return self.first_loss is not None and self.first_loss - self.loss < PLATEAU * abs(self.first_loss)
 
     @property
     def sentence(self) -> str:
-        """The verdict in words."""
+        """The verdict in words; then, where it applies, that the loss stands still, and the products whose numbers are wrong."""
+        said = [self._verdict()] if self.seen_on != NUMBERS else ["The run does not compute what its recipe says."]
+        if self.unlike:
+            said.append(unlike_sentence(self.unlike))
+        if self.first_loss is not None and self.is_plateau and self.name in (WITHIN, UNKNOWN):
+            first, now = loss_value(self.first_loss), loss_value(self.loss)
+            said.append(
+                f"The loss has hardly moved since the first check ({first}, now {now}): what holds a run on a plateau does not show "
+                "from the same state. Compare it with a short run in BF16 from the start: narrowgauge study."
+            )
+        return " ".join(said)
+
+    def _verdict(self) -> str:
         if self.name == REFERENCE:
             was = "" if self.usual is None else f", it was {self.usual:.4f} before"
             return (

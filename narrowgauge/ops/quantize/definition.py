@@ -135,10 +135,10 @@ def quantize(
         from narrowgauge.ops.quantize.in_pieces import slices_of, work
 
         if len(slices := slices_of(x, cast)) > 1:
-            return work((calibrated_amax, _filled, _amax, scales, _encoded), slices, x, cast, given, noise, expand)
-    full = _filled(x, cast.tile)
+            return work((calibrated_amax, filled, _amax, scales, encoded), slices, x, cast, given, noise, expand)
+    full = filled(x, cast.tile)
     scale, global_scale = scales(_amax(full, shape, cast) if given is None else given, cast)
-    data = _encoded(full, shape, scale, global_scale, cast, noise, expand)
+    data = encoded(full, shape, scale, global_scale, cast, noise, expand)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
 
 
@@ -146,7 +146,7 @@ def _is_tiled(tile: tuple[int, int]) -> bool:
     return tile[1] != WHOLE or tile[0] not in (1, WHOLE)
 
 
-def _filled(x: Tensor, tile: tuple[int, int]) -> Tensor:
+def filled(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """In float32, in whole tiles.
 
     Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
@@ -156,15 +156,15 @@ def _filled(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _amax(full: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
-    """Of what `_filled` made of a tensor of that shape."""
+    """Of what `filled` made of a tensor of that shape."""
     return calibrated_amax(full, cast, shape if _is_tiled(cast.tile) else None)
 
 
-def _encoded(
+def encoded(
     full: Tensor, shape: tuple[int, ...], scale: Tensor, global_scale: Tensor | None, cast: Cast,
     noise: Tensor | Key | None, expand: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """The data of a QTensor, of what `_filled` made of a tensor of that shape."""
+    """The data of a QTensor, of what `filled` made of a tensor of that shape."""
     tile, format, tiled = cast.tile, cast.format, _is_tiled(cast.tile)
     if noise is not None and not isinstance(noise, Tensor):
         noise = noise.uniform(shape)
