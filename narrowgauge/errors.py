@@ -12,6 +12,7 @@ apart.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130  # Ctrl-C: the step was finished and a checkpoint saved
@@ -90,6 +91,35 @@ class DriftError(NarrowgaugeError):
     """Ranks hold different numbers where they must hold the same."""
 
     exit_code = 10
+
+
+MODULES = {"PIL": "pillow", "yaml": "pyyaml"}  # whose package has another name
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Which package to install: the extra of narrowgauge that asks for it, else the package itself."""
+    from importlib import metadata
+
+    module = (error.name or "").partition(".")[0]
+    package = MODULES.get(module, module.replace("_", "-"))
+    try:
+        asked = metadata.requires("narrowgauge") or []
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        asked = []
+    extras = [
+        extra[1]
+        for line in asked
+        if re.match(rf"{re.escape(package)}(?![A-Za-z0-9._-])", line, re.IGNORECASE)
+        and (extra := re.search(r"extra == ['\"]([a-z]+)['\"]", line))
+    ]
+    users = [extra for extra in ("train", "evaluate", "tensorboard") if extra in extras]
+    wanted = f"'narrowgauge[{users[0]}]'" if users else package
+    return f"needs the package {package!r}. Run: pip install {wanted}."
+
+
+def no_memory(error: MemoryError) -> str:
+    """The words on an allocation that failed; Python's own MemoryError has none."""
+    return f"out of memory: {str(error) or 'no details'}. Lower batch_size."
 
 
 def closest(name: str, candidates: Iterable[str], limit: int = 3) -> str:

@@ -18,8 +18,9 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, Any, NoReturn
 
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 
@@ -63,7 +64,7 @@ class Kind:
 
 
 @contextmanager
-def opened(path: Path, kind: Kind) -> Iterator[BinaryIO]:
+def opened(path: Path, kind: Kind) -> Iterator[BufferedReader]:
     """A regular file, open for reading. The kind's error also for an OSError while the body reads."""
     with _refusing(path, kind):
         descriptor = _descriptor(path, kind, os.O_RDONLY)

@@ -25,6 +25,7 @@ from pathlib import Path
 from narrowgauge.errors import StorageError
 
 PROBE_BYTES = 2**20
+PROBE = re.compile(r"\.probe-\d+")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Names that `temporary` gives to drafts of cache entries and tokenizers.
 ABANDONED = re.compile(r"\.((tokens|examples)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
@@ -60,7 +61,9 @@ def probe(folder: Path) -> None:
     """Writes and removes a small file: a full or read-only disk is found before any work is done."""
     path = folder / f".probe-{os.getpid()}"
     with refusals("write to", folder):
-        path.unlink(missing_ok=True)  # of a process that was killed, with the same number
+        for left in folder.glob(".probe-*"):  # of processes that were killed: the caller holds the folder's lock
+            if PROBE.fullmatch(left.name):
+                remove(left)
         try:
             write_synced(path, bytes(PROBE_BYTES))
         finally:

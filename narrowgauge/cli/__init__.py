@@ -10,10 +10,19 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, OutOfMemoryError, StorageError, closest
+from narrowgauge.errors import (
+    EXIT_INTERRUPTED,
+    ConfigError,
+    NarrowgaugeError,
+    OutOfMemoryError,
+    StorageError,
+    closest,
+    missing_package,
+    no_memory,
+)
 
 VERBS = {
     "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
@@ -41,13 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except NarrowgaugeError as error:
-        return error.exit_code if _another_rank_says(error) else _fail(error, error.exit_code)
+        words = as_typed(str(error), sys.argv[1:] if arguments is None else arguments)
+        return error.exit_code if _another_rank_says(error) else _fail(words, error.exit_code)
     except ModuleNotFoundError as error:
         if (error.name or "narrowgauge").partition(".")[0] == "narrowgauge":
             raise
-        return _fail(f"needs the package {error.name!r}. Run: pip install 'narrowgauge[train]'.", ConfigError.exit_code)
+        return _fail(missing_package(error), ConfigError.exit_code)
     except MemoryError as error:
-        return _fail(f"out of memory: {error or 'no details'}. Lower batch_size.", OutOfMemoryError.exit_code)
+        return _fail(no_memory(error), OutOfMemoryError.exit_code)
     except KeyboardInterrupt:
         return _fail("stopped by Ctrl-C.", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -58,6 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _forget_output()
         return _fail(f"cannot write: {error}. Free or unlock the disk.", StorageError.exit_code)
+
+
+def as_typed(message: str, arguments: Sequence[str]) -> str:
+    """A message on settings, "key = value: ...", with the flag in the place of each key that was typed as one.
+
+    Errors name a setting by its key, as a file has it. Only here is it known which of them came from the command line.
+    """
+    typed = {found[1].replace("-", "_") for each in arguments if (found := re.match(r"--([a-z0-9][a-z0-9-]*)", each))}
+    where = re.match(
+        r"(?s)((?:rank \d+: )?)((?:[a-z_0-9]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)", message
+    )
+    if where is None:
+        return message
+    named = re.sub(r"\b([a-z][a-z_0-9]*) = ", lambda key: _flag_or_key(key[1], typed), where[2])
+    return f"{where[1]}{named}{where[3]}"
+
+
+def _flag_or_key(key: str, typed: Collection[str]) -> str:
+    return f"--{key.replace('_', '-')} " if key in typed else f"{key} = "
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -26,7 +26,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NoReturn
 
-from narrowgauge.data.squad import squad_rows
+from narrowgauge.data.squad import json_rows
 from narrowgauge.data.tables import TABLES, Record, chosen_columns, table_rows
 from narrowgauge.data.text import LIMIT_BYTES, Document, readable, reason, shown, text_documents, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
@@ -100,7 +100,7 @@ def records(
         raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")
     for path in files_of(os.fspath(source)):
         if path.suffix.lower() == ".json" and header is None:
-            yield from squad_rows(path, columns)
+            yield from json_rows(path, columns)
             continue
         if path.suffix.lower() not in TABLES:
             raise DataError(

@@ -2,6 +2,8 @@
 
     {"data": [{"paragraphs": [{"context": ..., "qas": [{"id": ..., "question": ..., "answers": [...], "is_impossible": ...}]}]}]}
 
+A list of objects at the top is a table instead: [{column: value, ...}, ...].
+
 Each question becomes a row with the columns id, question, context and answers. The file is read whole: 40 MB for the largest.
 """
 
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import reading
-from narrowgauge.data.tables import Record, chosen_columns
+from narrowgauge.data.tables import JSON_TYPES, Record, chosen_columns
 from narrowgauge.data.text import shown
 from narrowgauge.errors import DataError, StorageError
 
@@ -26,12 +28,35 @@ WHOLE = reading.Kind(
 COLUMNS = ("id", "question", "context", "answers")
 
 
-def squad_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """The questions of a file in their order. Raises DataError with the place in the file for what is not SQuAD's form."""
-    name = shown(path)
-    chosen = chosen_columns(columns, COLUMNS, COLUMNS, name)
+def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+    """The rows of a .json file: the objects of a list, or the questions of SQuAD's object. DataError with the place for another form."""
     whole = reading.json_of(path, WHOLE)
-    for article in _listed(whole, name, "data"):
+    return (
+        _listed_rows(whole, shown(path), columns)
+        if isinstance(whole, list)
+        else _squad_rows(whole, shown(path), columns)
+    )
+
+
+def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
+    if not whole:
+        raise DataError(f"{name}: its list is empty. Pass a file that holds rows.")
+    for number, row in enumerate(whole):
+        place = f"{name}[{number}]"
+        if not isinstance(row, dict):
+            held = JSON_TYPES.get(type(row), "a string")
+            raise DataError(
+                f"{place}: holds {held}, not an object with a value for each column. Correct the row or remove it."
+            )
+        chosen = chosen_columns(columns, list(row), list(row), place)
+        yield Record({column: row[column] for column in chosen}, place)
+
+
+def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Record]:
+    """The questions of a file in their order."""
+    articles = _listed(whole, name, "data")
+    chosen = chosen_columns(columns, COLUMNS, COLUMNS, name)
+    for article in articles:
         for paragraph in _listed(*article, "paragraphs"):
             context = _held(*paragraph, "context")
             for question, place in _listed(*paragraph, "qas"):

@@ -219,6 +219,11 @@ def spaced(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
     """The end-of-text id. Raises DataError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None and tokenizer.mask_token_id is not None:
+        raise DataError(
+            f"{shown(tokenizer.name_or_path or 'tokenizer')}: it is the tokenizer of an encoder (with {tokenizer.mask_token!r}, without "
+            "an eos_token), and running text trains a model that writes. Name a decoder with --model, or a --task of encoders with a table."
+        )
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{shown(tokenizer.name_or_path or 'tokenizer')}: it has no end-of-text token (eos_token). "

@@ -188,6 +188,8 @@ def _train_and_log(
         has_own_peak = reset_peak(device) or is_first
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
         folder.write_config(asked)
+        if trainer.resumed_from:
+            trainer.best.clear()  # a kill may have come between saving a checkpoint and removing the best weights of before
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             settled = replace(config, checkpointing=trainer.policy)
             memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}

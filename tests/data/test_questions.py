@@ -153,7 +153,8 @@ def test_a_row_that_is_wrong_is_named(tmp_path, rows, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "dev.json: has no 'data'"),
+        ("[]", "dev.json: its list is empty"),
+        ("{}", "dev.json: has no 'data'"),
         ('{"data": 3}', "'data' is no list"),
         ('{"data": [{"paragraphs": [{"qas": []}]}]}', r"dev.json.data\[0\].paragraphs\[0\]: has no 'context'"),
         ('{"data": [', "it is not JSON"),

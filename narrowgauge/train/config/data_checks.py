@@ -38,6 +38,9 @@ def task_checks(c: DataSettings) -> list[Check]:
     ]  # fmt: skip
 
 
+MOST_CLASSES = 1_000_000  # a head of so many rows of 4096 has 16 GB
+
+
 def _own_checks(c: DataSettings) -> list[Check]:
     """Of answers, tags and choices."""
     answers, tags, choices = (c.task == name for name in ("question-answering", "tagging", "multiple-choice"))
@@ -49,6 +52,8 @@ def _own_checks(c: DataSettings) -> list[Check]:
          "leaves no room for its context. Take 'error' or 'skip'."),
         (choices and not c.question_column and not c.context_column, "question_column context_column",
          "question_column = '': context_column is empty too, so nothing is asked. Name one of them."),
+        (c.classes.strip().isdecimal() and int(c.classes.strip()[:20]) > MOST_CLASSES, "classes",
+         f"classes = {c.classes!r}: at most {MOST_CLASSES:,} classes. Give their number, or their names with commas."),
         (tags and c.classes.strip().isdecimal(), "classes",
          f"classes = {c.classes!r}: tags have names, as 'O,B-PER,I-PER'. List them, or leave classes out."),
         (tags and not c.spans_column and is_set(c, "text_column"), "text_column",

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from narrowgauge.errors import BusyError, ConfigError, NarrowgaugeError, OutOfMemoryError
+from narrowgauge.errors import BusyError, ConfigError, NarrowgaugeError, OutOfMemoryError, missing_package, no_memory
 from narrowgauge.train.config import toml
 from narrowgauge.train.console import tell
 
@@ -29,10 +29,10 @@ def main(settings: Path) -> int:
         tell(f"narrowgauge: {error}")
         return error.exit_code
     except ModuleNotFoundError as error:
-        tell(f"narrowgauge: needs the package {error.name!r}. Run: pip install 'narrowgauge[train]'.")
+        tell(f"narrowgauge: {missing_package(error)}")
         return ConfigError.exit_code
     except MemoryError as error:
-        tell(f"narrowgauge: out of memory: {error or 'no details'}. Lower batch_size.")
+        tell(f"narrowgauge: {no_memory(error)}")
         return OutOfMemoryError.exit_code
 
 
