@@ -18,13 +18,11 @@ from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.caches import NUMBERS, InputCasts, SharedInputs
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
-from narrowgauge.nn.step_watch import PATIENCE, StepWatch
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
-from narrowgauge.ops.fingerprint import Readback
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Recipe
 
@@ -32,12 +30,15 @@ if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
     from narrowgauge.nn.sharded import Locals
+    from narrowgauge.nn.step_watch import StepWatch
+    from narrowgauge.nn.weight_cache import WeightCache
+    from narrowgauge.ops.fingerprint import Readback
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
-__all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
+__all__ = ["Observer", "QLinear", "WeightCodes", "linear"]
 
 _ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
-_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered")  # None in a copy
+_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "_watch")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In eager mode torch's `apply` without its 2 us of looking for transforms, and into what these left behind, in every argument.
 _APPLY: Any = super(torch.autograd.Function, LinearFunction).apply
@@ -110,7 +111,7 @@ class QLinear(nn.Linear):
         self.reads_last = False  # whether nobody read its last input after it
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
-        self._watch = StepWatch()
+        self._watch: StepWatch | None = None  # for steps that nothing ends
         self.suspects: tuple[
             Readback, ...
         ] = ()  # whether its weight was written behind casts that were reused (step_end)
@@ -150,7 +151,7 @@ class QLinear(nn.Linear):
 
     def compute_as(self, recipe: Recipe | None) -> None:
         """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
-        self._recipe, self._plans, self._watch = recipe, {}, StepWatch()
+        self._recipe, self._plans, self._watch = recipe, {}, None
         self.empty_cache()
 
     def renew_state(self) -> None:
@@ -185,9 +186,14 @@ class QLinear(nn.Linear):
         """
         before = self._cache
         if keep or before is not None:
+            from narrowgauge.nn.weight_cache import WeightCache  # where steps end
+
             before = before or WeightCache()
-            found = (before.changed, None if self.precast is None else self.precast.taken_changed())
-            self.suspects += tuple(Readback(each) for each in found if each is not None)
+            for changed in (before.changed, None if self.precast is None else self.precast.taken_changed()):
+                if changed is not None:
+                    from narrowgauge.ops.fingerprint import Readback
+
+                    self.suspects += (Readback(changed),)
             self._cache = before.renewed(self.recasts)
         if not keep and self.precast is not None:
             self.precast.forget()
@@ -204,6 +210,8 @@ class QLinear(nn.Linear):
         """Casts of its weight that are made inside are kept as from the first `advance` on, and give way to those of before at the end."""
         before = self._cache
         if before is None or not before.is_given:
+            from narrowgauge.nn.weight_cache import WeightCache
+
             self._cache = WeightCache(recasts=self.recasts)
         try:
             yield
@@ -234,10 +242,12 @@ class QLinear(nn.Linear):
         self.empty_cache(keep=True)
         if self.shared_inputs is not None:
             self.shared_inputs.clear()
-        self._watch = StepWatch()
+        self._watch = None
 
     def take_casts(self, casts: Casts) -> None:
         """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
+        from narrowgauge.nn.weight_cache import WeightCache
+
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -324,6 +334,8 @@ class QLinear(nn.Linear):
         if cache is not None:
             sources["w"] = [cache]
             if self.precast is not None and self.carried is None:
+                from narrowgauge.nn.weight_cache import PrecastSource
+
                 sources["w"].insert(0, PrecastSource(self.precast, cache))
         if self.shared_inputs is not None:
             sources["gy"] = [self.shared_inputs.gradients]
@@ -340,10 +352,13 @@ class QLinear(nn.Linear):
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
-        if not weight.is_inference() and self._watch.misses_steps(weight):
-            from narrowgauge.nn.step_warnings import warn_of_no_advance
+        if weight.is_inference():
+            return
+        if self._watch is None:
+            from narrowgauge.nn.step_watch import StepWatch  # where a recipe remembers
 
-            warn_of_no_advance(self, PATIENCE)
+            self._watch = StepWatch()
+        self._watch.look(self, weight)
 
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
@@ -444,9 +459,7 @@ class QLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | dict.fromkeys(_NOT_COPIED) | {
-            "_plans": {}, "step_ended": False, "_watch": StepWatch(), "suspects": ()
-        }  # fmt: skip
+        return self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False, "suspects": ()}
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
