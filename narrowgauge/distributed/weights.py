@@ -40,10 +40,10 @@ from narrowgauge.distributed.torch_private import in_backward, local_tensor, par
 from narrowgauge.distributed.weight_codes import coder_of
 from narrowgauge.distributed.weight_scales import Rows, exchange, gather
 from narrowgauge.errors import ConfigError
-from narrowgauge.nn.caches import CHECK_EVERY
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandPlan
+from narrowgauge.nn.weight_cache import CHECK_EVERY
 from narrowgauge.ops.fingerprint import Fingerprint, Readback, fingerprint
 from narrowgauge.recipe import ClippedRms, LearnedStep, Recipe
 

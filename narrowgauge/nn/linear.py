@@ -18,14 +18,12 @@ from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.caches import NUMBERS, InputCasts, SharedInputs
 from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
-from narrowgauge.nn.step_watch import PATIENCE, StepWatch
 from narrowgauge.nn.weight_codes import WeightCodes, chosen
-from narrowgauge.ops.fingerprint import Readback
 from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
 
@@ -33,12 +31,15 @@ if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
     from narrowgauge.nn.sharded import Locals
+    from narrowgauge.nn.step_watch import StepWatch
+    from narrowgauge.nn.weight_cache import WeightCache
+    from narrowgauge.ops.fingerprint import Readback
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
-__all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
+__all__ = ["Observer", "QLinear", "WeightCodes", "linear"]
 
 _ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
-_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "watch")  # None in a copy
+_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "watch", "_step_watch")  # None in a copy
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In eager mode torch's `apply` without its 2 us of looking for transforms, and into what these left behind, in every argument.
 _APPLY: Any = super(torch.autograd.Function, LinearFunction).apply
@@ -111,7 +112,7 @@ class QLinear(nn.Linear):
         self.missed, self.watch = 0, None
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
-        self._step_watch = StepWatch()
+        self._step_watch: StepWatch | None = None  # for steps that nothing ends
         # Whether its weight was written behind casts that were reused; read at a later step's end (step_end).
         self.suspects: tuple[Readback, ...] = ()
         self._recipe: Recipe | None = None
@@ -148,7 +149,7 @@ class QLinear(nn.Linear):
 
     def compute_as(self, recipe: Recipe | None) -> None:
         """Takes a recipe without its state: amax windows, learned steps and sampling stay those of the recipe before."""
-        self._recipe, self._plans, self._step_watch = recipe, {}, StepWatch()
+        self._recipe, self._plans, self._step_watch = recipe, {}, None
         self.empty_cache()
 
     def renew_state(self) -> None:
@@ -183,9 +184,14 @@ class QLinear(nn.Linear):
         """
         before = self._cache
         if keep or before is not None:
+            from narrowgauge.nn.weight_cache import WeightCache  # where steps end
+
             before = before or WeightCache()
-            found = (before.changed, None if self.precast is None else self.precast.taken_changed())
-            self.suspects += tuple(Readback(each) for each in found if each is not None)
+            for changed in (before.changed, None if self.precast is None else self.precast.taken_changed()):
+                if changed is not None:
+                    from narrowgauge.ops.fingerprint import Readback
+
+                    self.suspects += (Readback(changed),)
             self._cache = before.renewed(self.recasts)
         if not keep and self.precast is not None:
             self.precast.forget()
@@ -202,6 +208,8 @@ class QLinear(nn.Linear):
         """Casts of its weight that are made inside are kept as from the first `advance` on, and give way to those of before at the end."""
         before = self._cache
         if before is None or not before.is_given:
+            from narrowgauge.nn.weight_cache import WeightCache
+
             self._cache = WeightCache(recasts=self.recasts)
         try:
             yield
@@ -232,10 +240,12 @@ class QLinear(nn.Linear):
         self.empty_cache(keep=True)
         if self.shared_inputs is not None:
             self.shared_inputs.clear()
-        self._step_watch = StepWatch()
+        self._step_watch = None
 
     def take_casts(self, casts: Casts) -> None:
         """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
+        from narrowgauge.nn.weight_cache import WeightCache
+
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -333,6 +343,8 @@ class QLinear(nn.Linear):
         if cache is not None:
             sources["w"] = [cache]
             if self.precast is not None and self.carried is None:
+                from narrowgauge.nn.weight_cache import PrecastSource
+
                 sources["w"].insert(0, PrecastSource(self.precast, cache))
         if self.shared_inputs is not None:
             sources["gy"] = [self.shared_inputs.gradients]
@@ -350,10 +362,13 @@ class QLinear(nn.Linear):
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
-        if not weight.is_inference() and self._step_watch.misses_steps(weight):
-            from narrowgauge.nn.step_warnings import warn_of_no_advance
+        if weight.is_inference():
+            return
+        if self._step_watch is None:
+            from narrowgauge.nn.step_watch import StepWatch  # where a recipe remembers
 
-            warn_of_no_advance(self, PATIENCE)
+            self._step_watch = StepWatch()
+        self._step_watch.look(self, weight)
 
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
@@ -451,7 +466,7 @@ class QLinear(nn.Linear):
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
         if self.frozen is not None and not self.frozen.is_held_by(self):
             self.frozen.drop(self)
-        fresh = {"_plans": {}, "step_ended": False, "_step_watch": StepWatch(), "suspects": ()}
+        fresh = {"_plans": {}, "step_ended": False, "suspects": ()}
         state = self.__dict__ | dict.fromkeys(_NOT_COPIED) | fresh
         if self.frozen is not None:  # a Parameter without elements in the place of the codes
             own = plain(self.weight)

@@ -47,8 +47,6 @@ class LinearFunction(torch.autograd.Function):
         kept = x_operand.saved()
         w_operand = find("w", weight, context, wants, w_state)
         rhs = w_operand.rows(rotation) if y is None or w_operand.rows_matter else weight
-        if context.grads and (cache := context.cache) is not None and not cache.is_gathered:
-            context.w_casts = cache.kept_for_backward(w_operand.casts)
         if y is None:
             y = plan.output.choice.kernel.run(lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate)
             if context.shows_results:
@@ -89,8 +87,6 @@ class LinearFunction(torch.autograd.Function):
                 grad_weight = d if d.dtype == dtype else d.to(dtype)
                 if is_last:  # then what backward keeps of x goes, unless the graph is kept for another one
                     x.tensor, x.casts, saved = None, Casts(), ctx.maybe_clear_saved_tensors()
-        if context.w_casts is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
-            context.w_casts = None  # else the codes stay for as long as the loss does
         grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):

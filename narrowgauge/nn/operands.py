@@ -288,6 +288,9 @@ class Operand:
         Of w in compiled code that keeps its cols their three parts come behind it.
         """
         casts, plan = self.casts, self.plan
+        cache = self.context.cache if plan.role == "w" and self.context.grads else None
+        if cache is not None and not cache.is_gathered:
+            self.context.w_casts = cache.kept_for_backward(casts)
         if plan.role == "w" and self.context.keeps_w and isinstance(cols := casts.cols, QTensor) and is_compiling():
             return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
         if casts.origin is not None and self.needs[1]:
@@ -348,6 +351,8 @@ class Operand:
         self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
         cache = self.context.cache if plan.role == "w" else None
         found = self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
+        if plan.role == "w" and found is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.context.w_casts = None  # else the codes stay for as long as the loss does
         if cache is not None and found is not None:
             self.casts = found
             if found.is_empty:

@@ -6,6 +6,8 @@ holds flat float32 masters and copies them into the weights (ZeRO, Megatron, ape
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,15 @@ class StepWatch:
         self.sample: Sampled | None = None
         self.answer: Readback | None = None
 
+    def look(self, layer: Any, weight: Tensor) -> None:
+        """Called in each forward pass of training: warns where `misses_steps`."""
+        if self.misses_steps(weight):
+            from narrowgauge.nn.step_warnings import warn_of_no_advance
+
+            warn_of_no_advance(layer, PATIENCE)
+
     def misses_steps(self, weight: Tensor) -> bool:
-        """Called in each forward pass of training: whether the weight was trained on for PATIENCE steps and none has ended."""
+        """Whether the weight was trained on for PATIENCE steps and none has ended."""
         self.passes += 1
         version = weight._version
         if version != self.version:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.caches import WeightCache
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, find
 from narrowgauge.nn.rotation import Rotation
+from narrowgauge.nn.weight_cache import WeightCache
 
 
 def keeps_casts(layer: QLinear) -> bool:

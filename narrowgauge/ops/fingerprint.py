@@ -47,10 +47,13 @@ class Exact:
         self.tensor = tensor.detach()
         self.is_dense = tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous())
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.seen = self._read()
+        self.is_counted = dry_run_on() is not None  # of a fake tensor, whose bytes nobody writes
+        self.seen = None if self.is_counted else self._read()
 
     def is_same(self) -> bool:
         """Whether the tensor has the bytes of before. One read; False once its storage was freed."""
+        if self.is_counted:
+            return True
         if self.tensor.untyped_storage().nbytes() < self.nbytes:
             return False
         if isinstance(self.seen, Tensor):
@@ -58,8 +61,6 @@ class Exact:
         return bool(self._read() == self.seen)
 
     def _read(self) -> Any:
-        if dry_run_on() is not None or wrapper(self.tensor):
-            return 0, 0
         if LIBRARY.missing:
             return _bits(self.tensor).clone()
         return sums(self.tensor if self.is_dense else self.tensor.contiguous())

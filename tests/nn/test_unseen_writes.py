@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.nn import caches
+from narrowgauge.nn import weight_cache
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.step_watch import PATIENCE
 from narrowgauge.ops import fingerprint
@@ -302,7 +302,7 @@ def test_many_micro_batches_are_no_missing_step():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """As on a device whose memory the host does not read: weights are compared by a sample."""
-    monkeypatch.setattr(caches, "fingerprint", fingerprint.Sampled)
+    monkeypatch.setattr(weight_cache, "fingerprint", fingerprint.Sampled)
 
 
 def test_on_a_gpu_kept_codes_are_reported_and_given_up_after_a_write(on_a_gpu):
@@ -387,7 +387,7 @@ def test_codes_go_with_the_backward_pass_and_stay_for_a_second_one():
 
 def test_loops_of_one_forward_pass_per_step_take_no_fingerprint(monkeypatch):
     taken = []
-    monkeypatch.setattr(caches, "fingerprint", lambda weight: taken.append(1) or fingerprint.fingerprint(weight))
+    monkeypatch.setattr(weight_cache, "fingerprint", lambda weight: taken.append(1) or fingerprint.fingerprint(weight))
     model = ng.convert(nn.Sequential(nn.Linear(IN, OUT)), "fp8-current")
     for passes, expected in ((1, 1), (1, 0), (1, 0), (2, 1), (2, 1), (1, 1), (1, 0)):
         ng.advance(model)
