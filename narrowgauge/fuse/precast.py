@@ -227,6 +227,11 @@ class _Function(torch.autograd.Function):
         return None, None, None, None, None, *(each.value for each in made), *of_parameters
 
 
+def _is_observed(layer: QLinear) -> bool:
+    """By an observer that needs the layer's own casts. One without `keeps_inputs` takes the step as it is: its bits must not change."""
+    return layer.observer is not None and getattr(layer.observer, "keeps_inputs", True)
+
+
 def refuse_reader(layer: QLinear) -> str | None:
     """Why a layer does not take what is handed over, or None."""
     if layer.recipe is None or layer.is_suspended:
@@ -235,7 +240,7 @@ def refuse_reader(layer: QLinear) -> str | None:
         return f"recipe {layer.recipe.name} does not cast its input"
     if layer.recipe.backward == "straight-through":
         return f"recipe {layer.recipe.name} works on the codes of a rotated or learned cast"
-    if layer.observer is not None:
+    if _is_observed(layer):
         return "somebody observes it"
     if layer.shared_inputs is None:
         return "shares no inputs"
@@ -274,7 +279,7 @@ def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
     """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
-    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or layer.observer is not None:
+    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _is_observed(layer):
         return None
     gy = layer.plan(layer.weight.device).gy
     if layer.shared_inputs is None or not layer.weight.requires_grad:

@@ -12,9 +12,9 @@ run on a plateau that BF16 does not leave either. This looks at the numbers them
 The last three of at most LAYERS layers a check, others at the next one. Measures and limits are those of blame (`recast`, `measure`): in
 sound runs all differences are zero, so one look suffices. Only the first call of a layer in a step is looked at.
 
-Observers read and change nothing, so the run keeps its bits. The inputs of fused producers are cast by the layers themselves in these
-steps, so a fault in a producer's cast is not seen. `unseen` says what else was not: compiled code, layers whose forward was replaced,
-weights that are gathered from other ranks as codes. x in grad_weight is left to blame.
+Observers read and change nothing, so the run keeps its bits. Fused producers compute as in any step, and their casts are compared.
+`unseen` says what was not: compiled code, layers whose forward was replaced, weights that are gathered from other ranks as codes.
+x in grad_weight is left to blame.
 
     cost  of STEPS steps a check: a cast of each weight and, of LAYERS layers, a product in wide numbers for each of their products
 """
