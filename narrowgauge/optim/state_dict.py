@@ -75,11 +75,14 @@ def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None
 
 
 def placed(x: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a saved tensor on the parameter's device; of a whole one for a DTensor its part, as a DTensor."""
+    """A copy of a saved tensor on the parameter's device; of a whole one for a DTensor its part, as a DTensor.
+
+    The copy is contiguous, as kernels read it: torch's own optimizers keep moments in the parameter's strides.
+    """
     if shards.is_sharded(parameter) and not shards.is_sharded(x):
         own = shards.local_part(x.detach(), parameter).clone().to(parameter.device)
         return shards.wrapped(own, parameter, x.shape)
-    return x.detach().clone().to(parameter.device)
+    return x.detach().clone(memory_format=torch.contiguous_format).to(parameter.device)
 
 
 def upgraded(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> Mapping[str, Any]:

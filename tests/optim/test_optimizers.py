@@ -79,6 +79,21 @@ def test_lion_is_its_formula():
     torch.testing.assert_close(ours.detach().double(), w, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_moments_of_torch_are_taken_up_whatever_their_strides(backend):
+    """torch keeps them in the parameter's strides; they were read in the order of their memory, without a word (bounded)."""
+    found = []
+    for takes in (torch.optim.AdamW, lambda params: AdamW(params, backend=backend)):
+        parameter = nn.Parameter(torch.arange(54.0).reshape(9, 6).T)
+        first = torch.optim.AdamW([parameter])
+        run(first, 0, 3)
+        second = takes([parameter])
+        second.load_state_dict(first.state_dict())
+        run(second, 3, 4)
+        found.append(parameter.detach())
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-6)
+
+
 def test_states_of_torchs_adamw_are_taken_up():
     theirs, ours = matrix(), matrix()
     torchs = torch.optim.AdamW([theirs], lr=1e-2)
