@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, record
 from narrowgauge.diagnose import seeds, seeds_text
+from narrowgauge.diagnose.paired_tests import ALPHA, p_above, p_equivalent
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.errors import NumericsError
 from narrowgauge.report.groups import gather
@@ -99,12 +100,12 @@ def row_of(name: str, can_tell: bool, verdict: seeds.Verdict) -> dict[str, Any]:
     margin = verdict.assay.asked
     harm = [verdict.sign * each for each in verdict.differences]
     tests = {
-        seeds.WORSE: seeds.p_above(harm, margin),
-        seeds.BETTER: seeds.p_above([-each for each in harm], margin),
-        seeds.EQUIVALENT: seeds.p_equivalent(harm, margin),
-        seeds.NOT_WORSE: seeds.p_above([-each for each in harm], -margin),
+        seeds.WORSE: p_above(harm, margin),
+        seeds.BETTER: p_above([-each for each in harm], margin),
+        seeds.EQUIVALENT: p_equivalent(harm, margin),
+        seeds.NOT_WORSE: p_above([-each for each in harm], -margin),
     }
-    without = next((kind for kind, p in tests.items() if p < seeds.ALPHA), seeds.UNKNOWN)
+    without = next((kind for kind, p in tests.items() if p < ALPHA), seeds.UNKNOWN)
     print(
         f"{name}: {verdict.runs.name}: {seeds_text.heading(verdict)} (tests alone: {without}). {seeds_text.sentences(verdict)}"
     )
