@@ -126,8 +126,44 @@ def study(root: Path, design: Design) -> list[Path]:
         folders.append(write(root / f"bf16-{seed}", design, "bf16", seed, 0.0))
         folders.append(write(root / f"narrow-{seed}", design, "int4-minmax-sr", seed, design.gap[seed]))
         if design.control is not None:
-            folders.append(write(root / f"control-{seed}", design, POSITIVE_CONTROL, seed, design.control))
+            harm = design.control * (1 + 0.05 * seed)  # some spread: without any there is no t test
+            folders.append(write(root / f"control-{seed}", design, POSITIVE_CONTROL, seed, harm))
     return folders
+
+
+def test_the_design_that_all_others_spoil_can_tell(tmp_path):
+    """So what they show is their own flaw."""
+    pytest.importorskip("jinja2")
+    from narrowgauge.report import several
+    from narrowgauge.report.groups import gather
+
+    found = gather(study(tmp_path, Design()))
+    [verdict] = found.verdicts()
+    assert verdict.name == seeds.EQUIVALENT and verdict.assay.control.told and several.notice(verdict)["kind"] == "same"
+    alone = gather([folder for folder in study(tmp_path / "alone", Design(control=None))])
+    [verdict] = alone.verdicts()
+    assert verdict.name == seeds.EQUIVALENT and several.notice(verdict)["kind"] == "open"
+    assert "without a positive control" in several.notice(verdict)["heading"]
+
+
+FLAWS = {
+    "three steps at 1e-6": "progress", "one step": "progress", "a frozen model": "progress", "a rising loss": "progress",
+    "a pretrained model that hardly moves": "progress", "noise: no better than token frequencies": "trivial",
+    "token frequencies of an older folder": "trivial", "constant labels": "trivial", "the majority class": "trivial",
+    "no better than the mean": "trivial", "an evaluation of one batch": "evaluation",
+    "an accuracy over twenty examples": "evaluation", "seeds with the same result": "seeds",
+    "a score at its ceiling": "seeds", "a reference that diverged": "divergence", "a control that is not seen": "control",
+    "steps that are missing": "progress", "a learning rate of zero": "control",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAWS)
+def test_each_flaw_is_found_as_what_it_is(name, tmp_path):
+    from narrowgauge.report.groups import gather
+
+    design = CANNOT_TELL[name]
+    [verdict] = gather(study(tmp_path, design), metric=design.metric).verdicts()
+    assert FLAWS[name] in [kind for kind, _ in verdict.assay.flaws]
 
 
 @pytest.fixture(params=CANNOT_TELL)
