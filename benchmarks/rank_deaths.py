@@ -113,7 +113,8 @@ def _agent(fault: dict[str, Any], place: Path, arguments: list[str], port: int, 
             _rank(fault, place, arguments, variables(fault, port, rank, local))
         running[pid] = rank
         (place / f"pid-{rank}").write_text(str(pid), encoding="utf-8")
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if node == 0 else None
+    serves = node == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if serves else None  # type: ignore[attr-defined]
     failed_s = 0.0
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
