@@ -42,9 +42,9 @@ from benchmarks.checkpoint_kills import PRELOADED
 from benchmarks.harness import RESULTS, ROOT, record
 from benchmarks.train_kills import SETTINGS, _corrupt, write_text
 from narrowgauge import cli, storage
-from narrowgauge.liveness import processes
 from narrowgauge.manifest import STEP
 from narrowgauge.train import loop
+from narrowgauge.train.liveness import processes
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.parallel import ranks as ranks_module
 from narrowgauge.train.trainer import Trainer
