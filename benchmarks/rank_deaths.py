@@ -42,9 +42,9 @@ from benchmarks.checkpoint_kills import PRELOADED
 from benchmarks.harness import RESULTS, ROOT, record
 from benchmarks.train_kills import SETTINGS, _corrupt, write_text
 from narrowgauge import cli, storage
-from narrowgauge.liveness import processes
 from narrowgauge.manifest import STEP
 from narrowgauge.train import loop
+from narrowgauge.train.liveness import processes
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.parallel import ranks as ranks_module
 from narrowgauge.train.trainer import Trainer
@@ -113,7 +113,8 @@ def _agent(fault: dict[str, Any], place: Path, arguments: list[str], port: int, 
             _rank(fault, place, arguments, variables(fault, port, rank, local))
         running[pid] = rank
         (place / f"pid-{rank}").write_text(str(pid), encoding="utf-8")
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if node == 0 else None
+    serves = node == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if serves else None  # type: ignore[attr-defined]
     failed_s = 0.0
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -150,7 +150,7 @@ def _another_rank_says(error: NarrowgaugeError) -> bool:
     """Whether this is one of several ranks of torchrun, and another has printed an error: that every setting is wrong is said once."""
     if error.told or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
-    from narrowgauge import liveness
+    from narrowgauge.train import liveness
 
     return liveness.failed_before(error)
 

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
-from narrowgauge import liveness
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import place, run_folder
+from narrowgauge.train import liveness, place, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
 from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, OneOrPair, TrainConfig, key_of, resolved, shown
 

@@ -8,15 +8,20 @@ three threads each, which wake up ten times a second (440 of them took a seventh
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import pickle
+import signal
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +30,7 @@ PRELOADED = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "narrowgauge", "narrowgauge.train.loop",
     "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
+STACKS_S = 1.0  # for all ranks to write their stacks
 PATIENCE_S = 2.0  # for the other ranks, once one has failed
 MOST_CALLS = 40
 GROUP_TIMEOUT_S = 600.0  # of a collective: longer than any test may take
@@ -55,7 +61,11 @@ class Ranks:
             for _, pipe in self._members:
                 pipe.send_bytes(pickle.dumps((function, given, named)))
             return self._results()
-        except BaseException:
+        except RankError:
+            self.close(kill=True)
+            raise
+        except BaseException:  # the limit of the test, most often: a rank stands still
+            self._print_stacks()
             self.close(kill=True)
             raise
 
@@ -93,6 +103,20 @@ class Ranks:
             )
         return [found[rank] for rank in range(self.world)]
 
+    def _print_stacks(self) -> None:
+        """Of every thread of every rank, also of one that holds the GIL or was stopped: its handler is C, and runs first."""
+        if self._folder is None:
+            return
+        for process, _ in self._members:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)
+                os.kill(process.pid, signal.SIGCONT)
+        time.sleep(STACKS_S)
+        for rank in range(len(self._members)):
+            file = Path(self._folder.name) / f"stacks-{rank}"
+            words = file.read_text("utf-8", "replace") if file.exists() else "none"
+            print(f"stacks of rank {rank} of {self.world}:\n{words}", file=sys.stderr)
+
     def close(self, kill: bool = False) -> None:
         members, self._members, self._calls = self._members, [], 0
         for process, pipe in members:
@@ -110,6 +134,12 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
+    with open(Path(store).with_name(f"stacks-{rank}"), "wb") as file:
+        _serve_calls(pipe, rank, world, store, file)
+
+
+def _serve_calls(pipe: Connection, rank: int, world: int, store: str, stacks: IO[bytes]) -> None:
+    faulthandler.register(signal.SIGUSR2, file=stacks)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )

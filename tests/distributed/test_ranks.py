@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import RankError
+from tests.distributed.ranks import RankError, Ranks
 
 
 def _sum(x: float) -> tuple[int, float]:
@@ -33,3 +34,19 @@ def test_a_rank_that_fails_is_named_and_the_others_do_not_hang(ranks):
     with pytest.raises(RankError, match=r"rank 1 of 2: (.|\n)*rank 1 was asked to"):
         ranks(2)(_fail_on, 1)
     assert [value for _, value in ranks(2)(_sum, 1.0)] == [3.0, 3.0]
+
+
+def _interrupt_and_stop(pid: int) -> None:
+    if dist.get_rank() == 1:
+        os.kill(pid, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_stacks_of_ranks_are_printed_where_a_call_is_interrupted(capfd):
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(2)(_interrupt_and_stop, os.getpid())
+    said = capfd.readouterr().err
+    assert "stacks of rank 0 of 2" in said and "in barrier" in said
+    assert "stacks of rank 1 of 2" in said and "in _interrupt_and_stop" in said

@@ -357,7 +357,7 @@ class Store:
 
 
 def test_others_wait_for_the_first_rank_until_it_is_done_or_named(monkeypatch):
-    """As long as it takes: its sentinel reports an end, a stop and a hang (tests/liveness)."""
+    """As long as it takes: its sentinel reports an end, a stop and a hang (tests/train/liveness)."""
     monkeypatch.setattr(ranks_module, "POLL_S", 0.0)
     done, failed = Store("first-1"), Store("failed")
     assert Ranks(1, 2, store=done, timeout_s=3).first(lambda: None) is None and done.looks > 100

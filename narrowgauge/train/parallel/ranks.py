@@ -10,7 +10,7 @@ Two ways connect them: collectives of the process group, with its time-out, and 
     first-7     the seventh thing that rank 0 did alone is done
     failed      the first rank that failed says so, with its exit code, before it ends; it alone prints its error
     alive-1     rank 1 saw a collective break and lives
-    beat-1      the sentinel of rank 1 reports once a second (narrowgauge.liveness)
+    beat-1      the sentinel of rank 1 reports once a second (narrowgauge.train.liveness)
 
 A rank whose collective breaks looks for `failed` and ends with that code, silently: the sentinel of a rank that was killed sets it. If
 nobody failed, the rank waits for the others to report that they live. It names those that do not.
@@ -33,15 +33,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from narrowgauge import liveness
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
-from narrowgauge.liveness import VARIABLES
-from narrowgauge.liveness.sentinel import AGAIN
+from narrowgauge.train import liveness
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device
+from narrowgauge.train.liveness import VARIABLES
+from narrowgauge.train.liveness.sentinel import AGAIN
 
 T = TypeVar("T")
 NAMED = re.compile(r"rank \d+: ")  # as errors that all ranks raise alike begin

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from narrowgauge.liveness.store import ProtocolError, StoreClient
+from narrowgauge.train.liveness.store import ProtocolError, StoreClient
 
 
 @pytest.fixture(params=[True, False], ids=["libuv", "threads"])

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from narrowgauge import liveness
 from narrowgauge.errors import DataError
-from narrowgauge.liveness import processes
-from narrowgauge.liveness.page import SIZE, Page
-from tests.liveness import agent as agent_module
+from narrowgauge.train import liveness
+from narrowgauge.train.liveness import processes
+from narrowgauge.train.liveness.page import SIZE, Page
 from tests.processes import PYTHON, ROOT
+from tests.train.liveness import agent as agent_module
 
 AGENT = Path(agent_module.__file__)
 

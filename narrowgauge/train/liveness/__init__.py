@@ -34,9 +34,9 @@ from types import FrameType
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.liveness.page import SIZE, Page
-from narrowgauge.liveness.processes import RUN_ID
-from narrowgauge.liveness.store import GONE_S, STORE_S, StoreClient
+from narrowgauge.train.liveness.page import SIZE, Page
+from narrowgauge.train.liveness.processes import RUN_ID
+from narrowgauge.train.liveness.store import GONE_S, STORE_S, StoreClient
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 LOOK_S = 1.0  # between reports of the rank to its sentinel
@@ -236,8 +236,8 @@ def _start(talk: int, page: int) -> subprocess.Popen[bytes]:
         "prefix": f"{prefix_of(int(os.environ['WORLD_SIZE']))}/{KEYS}",
         "uses_agent_store": os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", "is_elastic": RUN_ID in os.environ,
     }  # fmt: skip
-    root = str(Path(__file__).resolve().parents[2])
-    program = f"import sys; sys.path.insert(0, {root!r}); from narrowgauge.liveness.sentinel import main; main()"
+    root = str(Path(__file__).resolve().parents[3])
+    program = f"import sys; sys.path.insert(0, {root!r}); from narrowgauge.train.liveness.sentinel import main; main()"
     command = [sys.executable, "-I", "-S", "-c", program, str(talk), str(page), json.dumps(setting)]
     return subprocess.Popen(
         command, pass_fds=(talk, page), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL

@@ -1,7 +1,7 @@
 """A client of torch's TCPStore that needs the standard library alone, so that it starts in 30 ms.
 
 The messages are those of torch/include/torch/csrc/distributed/c10d/TCPStoreBackend.hpp, which torch
-ships in its wheel. Checked on torch 2.13. tests/liveness/test_store.py talks to torch's own server, so
+ships in its wheel. Checked on torch 2.13. tests/train/liveness/test_store.py talks to torch's own server, so
 another protocol in another torch fails there.
 
     VALIDATE     byte 0, uint32 magic                             no answer

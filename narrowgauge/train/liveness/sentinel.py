@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import PeerError
-from narrowgauge.liveness import processes
-from narrowgauge.liveness.page import Page
-from narrowgauge.liveness.store import GONE_S, STORE_S, ProtocolError, StoreClient
+from narrowgauge.train.liveness import processes
+from narrowgauge.train.liveness.page import Page
+from narrowgauge.train.liveness.store import GONE_S, STORE_S, ProtocolError, StoreClient
 
 TICK_S = 0.5
 NOTE_S = 4.0  # that a rank is stopped before it is named
@@ -342,7 +342,7 @@ def _boot() -> str:
 
 
 def main() -> None:
-    """Started by `narrowgauge.liveness`; its arguments are descriptors, and the setting as JSON."""
+    """Started by `narrowgauge.train.liveness`; its arguments are descriptors, and the setting as JSON."""
     talk, page, setting = int(sys.argv[1]), int(sys.argv[2]), Setting(**json.loads(sys.argv[3]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with its rank, and never before

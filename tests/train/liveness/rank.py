@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from narrowgauge import liveness
+from narrowgauge.train import liveness
 
 
 def wait_for_first_rank() -> None:
