@@ -56,7 +56,7 @@ def _is_wide_copy(other: nn.Module, own: dict[str, Any]) -> bool:
         if type(found) is not nn.Linear or found.weight.shape != layer.weight.shape:
             return False
     name, first = next(iter(own.items()))
-    one, two = first.weight.detach(), modules[name].weight.detach()  # type: ignore[union-attr, operator]
+    one, two = first.weight.detach(), modules[name].weight.detach()
     if type(one) is not type(two) or one.is_meta or two.is_meta:
         return False
     one, two = one.float(), two.float().to(one.device)
@@ -80,7 +80,7 @@ class _Hook:
         recipe = next(layer.recipe.name for each in self.layers if (layer := each()) is not None)
         warnings.warn(
             f"A second {type(model).__name__} with the weights of the one that trains in recipe {recipe!r} computes without a recipe "
-            "beside it, so that their outputs differ by the error of the casts. Call narrowgauge.convert_like(model, copy) before training, where "
-            "the two are compared as policy and reference.",
+            "beside it, so that their outputs differ by the error of the casts. Call narrowgauge.convert_like(model, copy) before "
+            "training, where the two are compared as policy and reference.",
             stacklevel=2,
         )
