@@ -4,7 +4,7 @@ Looked for once per converted model, when its first optimizer step ends. A copy 
 names and shapes, are ordinary, and hold nearly the same numbers. The warning comes if a copy computes without gradients in the second
 step, after the model did: two models that are trained side by side are compared on purpose, and are not told.
 
-The list of Python's objects is read once, some tens of milliseconds. Only if there is a copy, a hook sees the forward passes of one step.
+The list of Python's objects is read once, some tens of milliseconds. Only if there is a copy, a hook of its own sees the forward passes of one step.
 Nothing is looked for where torch.compile has compiled anything, whose guards would see the hook.
 """
 
@@ -34,8 +34,8 @@ def end_step(models: Iterable[nn.Module], ended: Collection[Any]) -> None:
 
 
 def _end_step_of(model: nn.Module, layers: Collection[Any]) -> None:
-    if (hook := _hooks.pop(model, None)) is not None:
-        hook.remove()
+    for handle in _hooks.pop(model, ()):
+        handle.remove()
     if model in _looked:
         return
     _looked.add(model)
@@ -46,7 +46,8 @@ def _end_step_of(model: nn.Module, layers: Collection[Any]) -> None:
     others = [each for each in gc.get_objects() if type(each) is type(model) and id(each) not in inside]
     copies = [each for each in others if _is_wide_copy(each, own)]
     if copies:
-        _hooks[model] = nn.modules.module.register_module_forward_pre_hook(_Hook(model, list(own.values()), copies))
+        hook = _Hook(model, list(own.values()), copies)
+        _hooks[model] = [each.register_forward_pre_hook(hook) for each in copies]
 
 
 def _is_wide_copy(other: nn.Module, own: dict[str, Any]) -> bool:
@@ -63,6 +64,10 @@ def _is_wide_copy(other: nn.Module, own: dict[str, Any]) -> bool:
     return bool((one - two).norm() < NEAR * one.norm())
 
 
+def _nothing(module: nn.Module, inputs: Any) -> None:
+    """The hook of a copied copy."""
+
+
 class _Hook:
     """Sees the forward passes of one step, and warns once of the first copy that computes in it."""
 
@@ -70,6 +75,10 @@ class _Hook:
         self.model = weakref.ref(model)
         self.layers = [weakref.ref(layer) for layer in layers]
         self.copies = weakref.WeakSet(copies)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a model have a hook that does nothing."""
+        return "_nothing"
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() or module not in self.copies or (model := self.model()) is None:

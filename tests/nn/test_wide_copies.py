@@ -50,7 +50,7 @@ def test_a_reference_without_recipes_is_told_once_and_computes_on() -> None:
     assert (
         len(found) == 1 and "A second Model with the weights of the one that trains in recipe 'fp8-current'" in found[0]
     )
-    assert not told(policy, reference) and not nn.modules.module._global_forward_pre_hooks
+    assert not told(policy, reference) and not reference._forward_pre_hooks
 
 
 def test_what_is_no_reference_is_not_told() -> None:
@@ -61,7 +61,7 @@ def test_what_is_no_reference_is_not_told() -> None:
     assert not told(policy, other)
     policy, twin = two()
     assert not told(ng.convert(policy, "fp8-current"), twin, trains=True)
-    assert not nn.modules.module._global_forward_pre_hooks
+    assert not twin._forward_pre_hooks
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-minmax-sr"])
