@@ -4,7 +4,8 @@ Looked for once per converted model, when its first optimizer step ends. A copy 
 names and shapes, are ordinary, and hold nearly the same numbers. The warning comes if a copy computes without gradients in the second
 step, after the model did: two models that are trained side by side are compared on purpose, and are not told.
 
-The list of Python's objects is read once, some tens of milliseconds. Only if there is a copy, a hook of its own sees the forward passes of one step.
+The list of Python's objects is read once, some tens of milliseconds. Only if there is a copy, a hook
+of its own sees its forward passes in one step.
 Nothing is looked for where torch.compile has compiled anything, whose guards would see the hook.
 """
 
