@@ -166,29 +166,69 @@ _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "einsum"}
 _READ = re.compile(r"self\.(\w+)\.weight\b")
 
 
+_SETTINGS = (
+    ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.cmpop, ast.boolop, ast.unaryop,
+)  # fmt: skip
+
+
 def read_weights(owner: nn.Module) -> frozenset[str]:
     """Children of `owner` by whose weight its class's `forward` multiplies itself, as F.linear(x, self.child.weight) does.
 
-    By structure: it may also call the child, in another branch. Empty where there is no source.
+    By structure: it may also call the child, in another branch. A branch counts unless the module's own settings switch it off, as
+    `if self.pretraining_tp > 1` does in BLOOM. Empty where there is no source.
     """
-    return _read_weights(type(owner).forward)
+    found = _read_weights(type(owner).forward)
+    return frozenset(child for child, tests in found if all(_may_be(test, wanted, owner) for test, wanted in tests))
+
+
+def _may_be(test: str, wanted: bool, owner: nn.Module) -> bool:
+    """Whether a condition on the settings of a module may be true (wanted) or false. One that cannot be computed may."""
+    try:
+        return bool(eval(test, {"__builtins__": {}}, {"self": owner})) is wanted
+    except Exception:  # of another class, or not yet set
+        return True
 
 
 @cache
-def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
+def _read_weights(forward: Callable[..., Any]) -> frozenset[tuple[str, tuple[tuple[str, bool], ...]]]:
+    """(child, conditions on settings of the module under which its weight is multiplied) of a forward method."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return frozenset()
-    operands: list[ast.expr] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            operands += [*node.args, *(each.value for each in node.keywords)] if name in _PRODUCTS else []
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            operands += [node.left, node.right]
-    found = (_READ.match(ast.unparse(operand)) for operand in operands)
-    return frozenset(match[1] for match in found if match)
+    found: set[tuple[str, tuple[tuple[str, bool], ...]]] = set()
+
+    def visit(node: ast.AST, tests: tuple[tuple[str, bool], ...]) -> None:
+        if isinstance(node, ast.If) and _is_setting(node.test):
+            test = ast.unparse(node.test)
+            for branch, wanted in ((node.body, True), (node.orelse, False)):
+                for statement in branch:
+                    visit(statement, (*tests, (test, wanted)))
+            return
+        for operand in _operands(node):
+            if (match := _READ.match(ast.unparse(operand))) is not None:
+                found.add((match[1], tests))
+        for each in ast.iter_child_nodes(node):
+            visit(each, tests)
+
+    visit(tree, ())
+    return frozenset(found)
+
+
+def _is_setting(test: ast.expr) -> bool:
+    """Whether a condition depends on attributes of `self` and constants alone, and not on the mode, which changes."""
+    nodes = list(ast.walk(test))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    modes = any(isinstance(node, ast.Attribute) and node.attr == "training" for node in nodes)
+    return names == {"self"} and not modes and all(isinstance(node, _SETTINGS) for node in nodes)
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """What a matrix product multiplies; nothing of another node."""
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return [*node.args, *(each.value for each in node.keywords)] if name in _PRODUCTS else []
+    return [node.left, node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) else []
 
 
 # What DDP, FSDP, torch.compile and activation checkpointing put into the names of what they wrap.

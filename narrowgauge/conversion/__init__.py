@@ -54,6 +54,7 @@ ROUTERS = ("router", "gate", "shared_expert_gate")
 KEPT = dict.fromkeys(HEADS, "output head") | dict.fromkeys(
     ROUTERS, "router: a small error flips which expert is chosen"
 )
+LEFT_BY = "_narrowgauge_left_by"  # attribute of an ordinary Linear: which pattern says that it stays one
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
 SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it up would cost more than it saves
 
@@ -108,6 +109,8 @@ def convert(
             quantized.refuse(None)
         for _, quantized in _quantized(model):
             _restore(quantized)
+        for module in model.modules():
+            module.__dict__.pop(LEFT_BY, None)
         restore_embeddings(model)
         unfuse(model)
         refuse_fast_path(model)
@@ -120,6 +123,7 @@ def convert(
             f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}"
         )
     matching = {name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns}
+    refuse_lazy(linears, matching, resolved)
     head = output_head(model)
     kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
     if all(kept.values()):
@@ -138,6 +142,8 @@ def convert(
             wide[pattern] = wide_by_policy(model, whole, pattern) if pattern else {}
         reason = wide.get(pattern, {}).get(name, "")
         own = recipes.BF16 if reason else whole
+        if own is None and pattern:
+            reason = f"pattern {pattern!r} leaves it as it is"
         given[name] = composed(own, parts, name) if parts else own, reason, None
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
@@ -153,6 +159,8 @@ def convert(
             quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
             quantized.recipe = own  # which resets the other two
             quantized.reason, quantized.decision, quantized.weight_codes = reason, made, weight_codes
+        else:
+            layer.__dict__[LEFT_BY] = reason  # for `describe`
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.shared_inputs = shared
@@ -164,6 +172,20 @@ def convert(
     if fuse:
         fuse_producers(model, save)
     return model
+
+
+def refuse_lazy(
+    linears: Mapping[str, nn.Linear],
+    matching: Mapping[str, list[str]],
+    resolved: Mapping[str, str | Recipe | Some | None],
+) -> None:
+    """ConfigError for an nn.LazyLinear that is to get a recipe: it has no shape before its first forward pass."""
+    for name, patterns in matching.items():
+        if nn.parameter.is_lazy(linears[name].weight) and resolved[patterns[-1]] is not None:
+            raise ConfigError(
+                f"convert: {name!r} is a LazyLinear, which has no shape before its first forward pass. Run one forward pass before "
+                f"convert, or leave it as it is by {{{name!r}: None}}."
+            )
 
 
 def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.conversion import output_head, reason_to_keep
+from narrowgauge.conversion import LEFT_BY, output_head, reason_to_keep
 from narrowgauge.conversion.warned import is_read_by_owner
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
@@ -133,7 +133,8 @@ def describe(model: nn.Module) -> Description:
             description.append(_row(model, name, module, module.recipe))
         elif isinstance(module, nn.Linear):
             decision = module.decision if isinstance(module, QLinear) else None
-            why = str(decision or reason_to_keep(name, module, [], head) or "no pattern named it")
+            left_by = module.reason if isinstance(module, QLinear) else module.__dict__.get(LEFT_BY, "")
+            why = str(decision or left_by or reason_to_keep(name, module, [], head) or "no pattern named it")
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         elif isinstance(module, QEmbedding):
             description.append(_embedding_row(model, name, module))

@@ -30,7 +30,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.linear_state import ADDED
 from narrowgauge.structure import plain_name, require_module
 
-Kind = TypeVar("Kind", bound=nn.Module)
+Kind = TypeVar("Kind", nn.Linear, nn.Embedding)
 BASE = ("base_layer", "original_module")  # the layer inside an adapter of PEFT, and inside its copy that trains
 
 
@@ -66,12 +66,15 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
     for _, source, target in pairs:
         if isinstance(target, QLinear):
             target.refuse(source.recipe if isinstance(source, QLinear) else None)
-    tables = dict(quantized_embeddings(policy))
-    looked_up = _pairs(_without_adapters(policy, nn.Embedding), _without_adapters(reference, nn.Embedding), "Embedding")
+    tables: list[tuple[str, nn.Embedding, nn.Embedding]] = []
+    if any(quantized_embeddings(policy)) or any(quantized_embeddings(reference)):
+        tables = _pairs(
+            _without_adapters(policy, nn.Embedding), _without_adapters(reference, nn.Embedding), "Embedding"
+        )
     for _, source, target in pairs:
         _follow(source, target)
-    for _, table, target in looked_up if tables else ():
-        _follow_embedding(table, target)
+    for _, table, other in tables:
+        _follow_embedding(table, other)
     shared = SharedInputs()
     for layer in reference.modules():
         if isinstance(layer, QLinear):
@@ -108,7 +111,7 @@ def _pairs(sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str) 
                 + (f"Closest: {near}. " if near else "")
                 + "Pass two copies of one model."
             )
-        one, other = (tuple(layer.weight.shape) for layer in (named[own], targets[name]))  # type: ignore[union-attr]
+        one, other = (tuple(layer.weight.shape) for layer in (named[own], targets[name]))
         if one != other:
             raise ConfigError(
                 f"convert_like: the weight of {name!r} is {list(other)} in the second model and {list(one)} in the first one. Pass two "

@@ -137,15 +137,32 @@ class FrozenWeight(LayerState):
         if type(weight) is nn.Parameter:  # a fake one only counts bytes
             coded_weight.hold(weight, self, (weakref.ref(layer), give_back))
 
-    def is_held_by(self, layer: QLinear) -> bool:
-        """Whether the layer's weight still is these codes, and not a tensor that replaced it since. Ends the loan of a raw pointer."""
+    @staticmethod
+    def placeholder(weight: Tensor) -> Tensor:
+        """The memory of the layer's weight: NaN, in its shape and dtype."""
+        return coded_weight.plain(weight)
+
+    def check(self, layer: QLinear) -> None:
+        """Before the layer computes: ends the loan of a raw pointer, and drops the codes of a weight that was replaced since."""
         weight = layer._parameters.get("weight")
         if type(weight) is not CodedWeight:
-            return weight is not None and not any(weight.stride())  # fake, or parametrized
-        if weight._lent is not None:
-            weight._lent = None
-        self._refuse_training(weight)
-        return weight._codes is self
+            is_held = weight is not None and not any(weight.stride())  # a fake one, which only counts bytes
+        else:
+            if weight._lent is not None:
+                weight._lent = None
+            self._refuse_training(weight)
+            is_held = weight._codes is self
+        if not is_held:
+            self.drop(layer)
+
+    def copied(self, layer: QLinear) -> dict[str, Any]:
+        """What a copy of the layer has in its table in place of the weight, which `hold` fills: a Parameter without elements."""
+        self.check(layer)
+        if layer.frozen is None:
+            return {}
+        own = self.placeholder(layer._parameters["weight"])
+        empty = nn.Parameter(own.new_empty((0, 0)), requires_grad=own.requires_grad)
+        return {"_parameters": layer._parameters | {"weight": empty}}
 
     def drop(self, layer: QLinear) -> None:
         """The layer computes with its weight as it is from now on."""

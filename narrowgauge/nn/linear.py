@@ -19,7 +19,6 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, SharedInputs
-from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
@@ -252,8 +251,8 @@ class QLinear(nn.Linear):
         x, carried, compiling = input, self.carried, is_compiling()
         if not compiling:
             self.__dict__["called"] = True  # past torch's `__setattr__`, which takes a microsecond
-            if self.frozen is not None and not self.frozen.is_held_by(self):
-                self.frozen.drop(self)  # somebody gave it another weight
+            if self.frozen is not None:
+                self.frozen.check(self)
         if carried is not None:
             if not compiling:
                 if self.frozen is None:
@@ -272,7 +271,7 @@ class QLinear(nn.Linear):
         parameters = self._parameters  # a parametrized weight is none of them
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
         if self.frozen is not None:
-            weight = plain(weight)
+            weight = self.frozen.placeholder(weight)
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
         _check(x, weight, bias, self._recipe)
         apply: Any = LinearFunction.apply
@@ -437,8 +436,8 @@ class QLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As ever; a weight that was frozen as codes is decoded when somebody reads it, and its codes are beside it."""
-        if self.frozen is not None and not self.frozen.is_held_by(self):
-            self.frozen.drop(self)
+        if self.frozen is not None:
+            self.frozen.check(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -464,15 +463,8 @@ class QLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        if self.frozen is not None and not self.frozen.is_held_by(self):
-            self.frozen.drop(self)
-        fresh = {"_plans": {}, "step_ended": False, "suspects": ()}
-        state = self.__dict__ | dict.fromkeys(_NOT_COPIED) | fresh
-        if self.frozen is not None:  # a Parameter without elements in the place of the codes
-            own = plain(self.weight)
-            empty = nn.Parameter(own.new_empty((0, 0)), requires_grad=own.requires_grad)
-            state["_parameters"] = state["_parameters"] | {"weight": empty}
-        return state
+        frozen = {} if self.frozen is None else self.frozen.copied(self)
+        return self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False, "suspects": ()} | frozen
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

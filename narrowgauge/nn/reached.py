@@ -63,7 +63,7 @@ def end_step(layers: dict[QLinear, str]) -> None:
         if (watch := facts["watch"]) is not None and watch.products and not facts["bypassed"]:
             facts["bypassed"] = True
             bypassed.append(layer)
-        if PATIENCE <= facts["missed"] < PATIENCE + WATCHED and not facts["bypassed"] and not _has_compiled():
+        if PATIENCE <= facts["missed"] < PATIENCE + WATCHED and not facts["bypassed"] and not has_compiled():
             _watch(layer)
         elif watch is not None:
             _stop(layer)
@@ -82,21 +82,21 @@ def _warn(bypassed: list[QLinear], names: dict[QLinear, str], others: int) -> No
     )
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
 
 
 def _watch(layer: QLinear) -> None:
-    weight = layer._parameters.get("weight")
+    weight: Any = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
         return
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_pause))
     watch = layer.__dict__["watch"] = layer.__dict__["watch"] or Watch()
     weight.__class__ = WatchedWeight
-    weight._watch = watch
+    weight.__dict__["_watch"] = watch
     _watched[id(weight)] = weight, watch
 
 
@@ -115,10 +115,10 @@ def _pause(*_: Any) -> None:
         _give_back(weight)
 
 
-def _give_back(weight: Tensor) -> None:
+def _give_back(weight: Any) -> None:
     _watched.pop(id(weight), None)
     if type(weight) is WatchedWeight:
-        weight.__class__ = nn.Parameter
+        weight.__class__ = nn.Parameter  # type: ignore[assignment]
         weight.__dict__.pop("_watch", None)
 
 

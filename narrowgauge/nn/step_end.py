@@ -116,3 +116,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         end_steps(names, alone)  # of a model that is cut, other ranks hold the others
     for layer in ended:
         layer.step_ended = True
+    from narrowgauge.nn.wide_copies import end_step
+
+    end_step(models, ended.keys())

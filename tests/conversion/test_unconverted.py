@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import ShapeError
+from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.structure import read_weights
 from tests.compare import assert_same
 
@@ -106,3 +106,69 @@ def test_the_fused_encoder_does_not_pass_the_recipe_by(activation):
     assert encoder.layers[0].activation_relu_or_gelu == before > 0
     with torch.no_grad():
         assert not torch.equal(encoder(x), found)
+
+
+class Sliced(nn.Module):
+    """As BLOOM's MLP: a branch for exactness that its settings switch off."""
+
+    def __init__(self, slices: int, exact: bool) -> None:
+        super().__init__()
+        self.slices, self.exact, self.down = slices, exact, nn.Linear(32, 32)
+
+    def forward(self, x):
+        if self.slices > 1 and self.exact:
+            return F.linear(x, self.down.weight[:, :]) + self.down.bias
+        return self.down(x)
+
+
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.third = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.missing_later = None
+
+    def forward(self, x):
+        if self.training:
+            x = F.linear(x, self.one.weight)
+        if x.shape[0] > 4:
+            x = F.linear(x, self.other.weight)
+        if not self.missing_later:
+            return self.third(x)
+        return F.linear(x, self.third.weight)
+
+
+@pytest.mark.parametrize(
+    ("slices", "exact", "read"), [(1, False, False), (4, False, False), (1, True, False), (4, True, True)]
+)
+def test_a_branch_that_settings_switch_off_reads_nothing(slices: int, exact: bool, read: bool) -> None:
+    model = nn.Sequential(Sliced(slices, exact))
+    assert read_weights(model[0]) == (frozenset({"down"}) if read else frozenset())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ng.convert(model, "fp8-current")
+    assert any("multiplies by the weight" in str(each.message) for each in told) is read
+
+
+def test_branches_on_the_mode_or_the_input_count() -> None:
+    assert read_weights(Modes()) == {"one", "other", "third"}  # behind a return, which is not followed
+
+
+def test_describe_names_the_pattern_that_left_a_layer_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    ng.convert(model, {"*": "fp8-current", "1": None})
+    notes = {row.name: row.note for row in ng.describe(model)}
+    assert notes["1"] == "pattern '1' leaves it as it is"
+    ng.convert(model, {"2": None})
+    assert {row.name: row.note for row in ng.describe(model)}["2"] == "pattern '2' leaves it as it is"
+    ng.convert(model, None)
+    assert {row.note for row in ng.describe(model)} == {"no pattern named it"}
+
+
+def test_a_lazy_linear_gets_a_sentence_before_it_has_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
+    with pytest.raises(ConfigError, match=r"'0' is a LazyLinear, which has no shape before its first forward pass"):
+        ng.convert(model, "fp8-current")
+    ng.convert(model, {"*": "fp8-current", "0": None})
+    model(torch.randn(2, 32))
+    ng.convert(model, "fp8-current")
+    assert [row.recipe for row in ng.describe(model)] == ["fp8-current"] * 2

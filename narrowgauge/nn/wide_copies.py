@@ -1,0 +1,96 @@
+"""A copy of a converted model that computes without its recipes beside it, as the reference of preference optimization (DPO).
+
+Looked for once per converted model, when its first optimizer step ends. A copy is another module of its class whose Linears have the same
+names and shapes, are ordinary, and hold nearly the same numbers. The warning comes if a copy computes without gradients in the second
+step, after the model did: two models that are trained side by side are compared on purpose, and are not told.
+
+The list of Python's objects is read once, some tens of milliseconds. Only if there is a copy, a hook
+of its own sees its forward passes in one step.
+Nothing is looked for where torch.compile has compiled anything, whose guards would see the hook.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.nn.reached import has_compiled
+
+NEAR = 0.1  # difference of the first weight, of its norm; of independent initializations it is 1.4
+_looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def end_step(models: Iterable[nn.Module], ended: Collection[Any]) -> None:
+    """An optimizer step of these layers has ended, of some of the converted models."""
+    for model in models:
+        if any(layer in ended for layer in model.modules()):
+            _end_step_of(model, ended)
+
+
+def _end_step_of(model: nn.Module, layers: Collection[Any]) -> None:
+    for handle in _hooks.pop(model, ()):
+        handle.remove()
+    if model in _looked:
+        return
+    _looked.add(model)
+    own = {name: layer for name, layer in model.named_modules() if layer in layers and layer.recipe is not None}
+    if not own or has_compiled():
+        return
+    inside = {id(module) for module in model.modules()}
+    others = [each for each in gc.get_objects() if type(each) is type(model) and id(each) not in inside]
+    copies = [each for each in others if _is_wide_copy(each, own)]
+    if copies:
+        hook = _Hook(model, list(own.values()), copies)
+        _hooks[model] = [each.register_forward_pre_hook(hook) for each in copies]
+
+
+def _is_wide_copy(other: nn.Module, own: dict[str, Any]) -> bool:
+    modules = dict(other.named_modules())
+    for name, layer in own.items():
+        found = modules.get(name)
+        if type(found) is not nn.Linear or found.weight.shape != layer.weight.shape:
+            return False
+    name, first = next(iter(own.items()))
+    one, two = first.weight.detach(), modules[name].weight.detach()
+    if type(one) is not type(two) or one.is_meta or two.is_meta:
+        return False
+    one, two = one.float(), two.float().to(one.device)
+    return bool((one - two).norm() < NEAR * one.norm())
+
+
+def _nothing(module: nn.Module, inputs: Any) -> None:
+    """The hook of a copied copy."""
+
+
+class _Hook:
+    """Sees the forward passes of one step, and warns once of the first copy that computes in it."""
+
+    def __init__(self, model: nn.Module, layers: list[Any], copies: list[nn.Module]) -> None:
+        self.model = weakref.ref(model)
+        self.layers = [weakref.ref(layer) for layer in layers]
+        self.copies = weakref.WeakSet(copies)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a model have a hook that does nothing."""
+        return "_nothing"
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled() or module not in self.copies or (model := self.model()) is None:
+            return
+        if not any(layer is not None and layer.called for layer in (each() for each in self.layers)):
+            return
+        self.copies.clear()
+        recipe = next(layer.recipe.name for each in self.layers if (layer := each()) is not None)
+        warnings.warn(
+            f"A second {type(model).__name__} with the weights of the one that trains in recipe {recipe!r} computes without a recipe "
+            "beside it, so that their outputs differ by the error of the casts. Call narrowgauge.convert_like(model, copy) before "
+            "training, where the two are compared as policy and reference.",
+            stacklevel=2,
+        )

@@ -1,0 +1,70 @@
+"""A second copy of a converted model that computes without its recipes: told as the reference of a policy, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def told(policy: nn.Module, reference: nn.Module, *, trains: bool = False) -> list[str]:
+    """What is warned of in five steps in which both compute."""
+    both = [*policy.parameters(), *(reference.parameters() if trains else [])]
+    optimizer = torch.optim.SGD(both, lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            x = torch.randn(4, 32)
+            y = policy(x)
+            with torch.set_grad_enabled(trains):
+                z = reference(x)
+            (y - z).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught if "convert_like" in str(each.message)]
+
+
+def two() -> tuple[Model, Model]:
+    policy = Model()
+    return policy, copy.deepcopy(policy)
+
+
+def test_a_reference_without_recipes_is_told_once_and_computes_on() -> None:
+    policy, reference = two()
+    ng.convert(policy, "fp8-current")
+    found = told(policy, reference)
+    assert (
+        len(found) == 1 and "A second Model with the weights of the one that trains in recipe 'fp8-current'" in found[0]
+    )
+    assert not told(policy, reference) and not reference._forward_pre_hooks
+
+
+def test_what_is_no_reference_is_not_told() -> None:
+    policy, reference = two()
+    ng.convert_like(ng.convert(policy, "fp8-current"), reference)
+    assert not told(policy, reference)
+    policy, other = ng.convert(Model(), "fp8-current"), Model()  # of other weights
+    assert not told(policy, other)
+    policy, twin = two()
+    assert not told(ng.convert(policy, "fp8-current"), twin, trains=True)
+    assert not twin._forward_pre_hooks
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-minmax-sr"])
+def test_a_copy_of_the_converted_model_has_its_recipes(recipe: str) -> None:
+    policy = ng.convert(Model(), recipe)
+    assert not told(policy, copy.deepcopy(policy))
