@@ -3,7 +3,7 @@
     name    first moment                     second moment                     bytes of one moment per parameter
     fp32    float32                          float32                           4
     fp16    float16, nearest                 float16, stochastic               2.008
-    8bit    squared8                         ue5m3                             1.008
+    8bit    e5m2                             tapered8                          1.008
     fp8     E4M3 of x^k                      E4M3 of x^k                       1.023
     e4m3    E4M3                             E4M3                              1.008
     4bit    dynamic4                         linear4                           0.516
@@ -24,11 +24,11 @@ from narrowgauge.optim import moments
 from narrowgauge.optim.moments import Moment, States
 
 FIRST: dict[str, Moment] = {
-    "fp32": moments.WIDE, "fp16": moments.FP16_FIRST, "8bit": moments.SQUARED8, "fp8": moments.E4M3_FIRST,
+    "fp32": moments.WIDE, "fp16": moments.FP16_FIRST, "8bit": moments.E5M2, "fp8": moments.E4M3_FIRST,
     "e4m3": moments.E4M3, "4bit": moments.DYNAMIC4,
 }  # fmt: skip
 SECOND: dict[str, Moment] = {
-    "fp32": moments.WIDE, "fp16": moments.FP16, "8bit": moments.UE5M3, "fp8": moments.E4M3_SECOND,
+    "fp32": moments.WIDE, "fp16": moments.FP16, "8bit": moments.TAPERED8, "fp8": moments.E4M3_SECOND,
     "e4m3": moments.E4M3_POSITIVE, "4bit": moments.LINEAR4,
 }  # fmt: skip
 
