@@ -105,8 +105,11 @@ class Rule:
 
 
 def only_decays(g: Tensor, m: Tensor) -> Tensor:
-    """Where a gradient is nothing beside the moment that it comes to: |g| <= |m| / 16."""
-    return g.abs() * 16.0 <= m.abs()
+    """Where a gradient is small beside the moment that it comes to, |g| <= |m| / 4, so that m may not stand still.
+
+    A moment that stands still while v decays would walk back, at the later v, more than the lag took at the earlier one.
+    """
+    return g.abs() * 4.0 <= m.abs()
 
 
 def bound(beta1: float, beta2: float, step: int) -> float:

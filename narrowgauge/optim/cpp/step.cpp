@@ -487,7 +487,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
     F w = load<F>(w_at), x = first.decode(first_at), y = all(0.f);
     const F g = load<F>(g_at);
     if constexpr (SECOND::BITS > 0) y = second.decode(second_at);
-    I decays = magnitude(g) * 16.f <= magnitude(x);
+    I decays = magnitude(g) * 4.f <= magnitude(x);
     const F lag = RULE::step(c, w, g, x, y, decays);
     store(w_at, w);
     if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
