@@ -6,8 +6,8 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
     name      code                      value(code)                       bound per element, s the tile's scale
     fp32      float32                   the number                        exact
     e5m2      5 exponent, 2 mantissa    2^(e - 32) (1 + f/4), 0           |x - x'| <= x / 8 (nearest), x / 4 (else), 9.5 decades
-    tapered8  32, 8, 4, 2 codes per     see TAPERS                        |x - x'| < x / 32 above s / 4, / 8 above s / 2^8, / 4
-              octave, from the top                                        above s / 2^21, else / 2; nothing above 0 becomes 0
+    tapered8  16, 8, 4, 2 codes per     see Tapered                       |x - x'| < x / 16 above s / 2^4, x / 8 above s / 2^12,
+              octave, from the top                                        x / 4 above s / 2^28, else x / 2; nothing above 0 becomes 0
     e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (else), in range
     fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (else), in range
     dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels around |x|/s, times s
@@ -23,9 +23,9 @@ away), so they seldom change, and codes of a float survive the change exactly. S
 is not finite or above 2^126 gets the scale NaN and is NaN as a whole (with the codes of zeros): never a finite number for one
 that was none.
 
-Sources. e5m2 and tapered8: ranges that let a tile hold gradients over nine decades, 2^-31 for m and 2^-66 for v. Earlier
+Sources. e5m2 and tapered8: ranges that let a tile hold gradients over nine decades, 2^-31 for m and 2^-60 for v. Earlier
 versions kept m as signed square roots and v as 5-exponent 3-mantissa floats (`former`), which hold 4.2 and 4.7 decades of
-gradients. The taper spends codes where most second moments of a tile lie, within 2^-8 of its largest, as posits do.
+gradients. The taper spends codes where most second moments of a tile lie, within 2^-12 of its largest, as posits do.
 dynamic4: the dynamic map
 that 2309.01507 takes for 4 bits, made symmetric, so that the largest number of a tile is kept whatever its sign. linear4: the zero-free linear map of 2309.01507 (section 4.1), block 128. e4m3 with k: the range
 expansion of COAT (arXiv 2410.19313), group 128, with k a power of two: x^k is repeated squaring or square roots, correctly rounded on
@@ -51,9 +51,10 @@ POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
 LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
 OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
 E5M2_BELOW = 508 - 127  # of the upper 11 bits of a float32, so that code 127 is 1.0
-# Of tapered8, from the top: (shift of a float32's bits, what is subtracted). The code of t is the largest of (bits >> shift) - offset,
-# because the pieces are convex: at 1, 2^-2, 2^-8 and 2^-21 two neighbours agree.
-TAPERS = ((18, 3809), (20, 809), (21, 333), (22, 121))
+# Of tapered8: octaves below 1 that have 16 codes each, in the units of a float32's bits; the kept bits of the float32 of such a distance
+# plus TAPER begin at TAPER_SHIFT, and the code of 1.0 is 255.
+TAPER, TAPER_SHIFT = 4 << 23, 17
+TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 255
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
 # Of states, kept in the groups of an optimizer. 1 had square roots in the place of dynamic4; 2 had signed squares in the place of e5m2
@@ -156,25 +157,26 @@ class Dynamic(Moment):
 
 
 class Tapered(Moment):
-    """Unsigned float whose mantissa grows with the number: 5, 3, 2 and 1 bits, see TAPERS. Rounded stochastically.
+    """Unsigned float with 4, 3, 2 and 1 bits of mantissa over 4, 8, 16 and 32 octaves from the top down. Rounded stochastically.
 
-    The bits of a float32 are linear in the number within an octave, and no piece begins within one. So noise below the kept
-    bits rounds without bias, and the same share of noise for all pieces makes their maximum that of the right piece.
+    The bits of a float32 are piecewise linear in the logarithm. d = bits(1) - bits(t) counts how far t lies below 1, in octaves
+    of 2^23; the bits of float32(d + TAPER) are again such a logarithm, so that every doubling of the distance, counted from
+    four octaves above 1, takes 64 codes. Each code lies within one octave of t, where bits are linear in t, so that noise
+    below the kept bits rounds without bias.
     """
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
-        bits = (x * inverse).view(torch.int32)
-        code = (x > 0).to(torch.int32)
-        for shift, offset in TAPERS:
-            part = 1 << (shift - 16)
-            code = torch.maximum(code, (bits + noise * part + part // 2 >> shift) - offset)
-        return Encoded(code.to(torch.uint8), scale)
+        distance = (127 << 23) + TAPER - (x * inverse).view(torch.int32)
+        bits = distance.to(torch.float32).view(torch.int32) + (0xFFFF - noise) * 2 + 1
+        code = (TAPER_TOP - (bits >> TAPER_SHIFT)).clamp(min=0)
+        return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         code = state.codes.to(torch.int32)
-        bits = torch.stack([code + offset << shift for shift, offset in TAPERS]).amin(0)
-        return torch.where(code > 0, bits.view(torch.float32), 0.0) * _wide(state.scale)
+        distance = (TAPER_TOP - code << TAPER_SHIFT).view(torch.float32).to(torch.int32)
+        share = ((127 << 23) + TAPER - distance).view(torch.float32)
+        return torch.where(code > 0, share, 0.0) * _wide(state.scale)
 
 
 class Linear(Moment):

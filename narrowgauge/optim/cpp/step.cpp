@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "floats.h"
 #include "vectors.h"
@@ -98,9 +99,10 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
 
 struct Format {
   static constexpr bool IS_NARROW = true, EXPANDS = false;
-  F scale, inverse;
+  F scale, inverse, finite_scale;  // the last is 0 for NaN
   int log_k;
-  Format(float scale, int log_k) : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), log_k(log_k) {}
+  Format(float scale, int log_k)
+      : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), finite_scale(all(scale == scale ? scale : 0.f)), log_k(log_k) {}
 };
 
 struct None : Format {
@@ -126,27 +128,29 @@ struct SignedE5M2 : Format {
     const F x = value(bits((size > 0 ? value((size + BELOW) << 21) : all(0.f)) * scale) | (c & 0x80) << 24);
     return x;
   }
-  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
+  // Returns the number that the codes stand for.
+  template <bool DRAWS> F encode(uint8_t* codes, F x, U random, I decays) const {
     const I half = DRAWS ? I(random * 32) + 16 : ~decays & (1 << 20);
-    const I code = ((bits(magnitude(x) * inverse) + half) >> 21) - BELOW;
-    store(codes, to_bytes(larger(code, integers(0)) | (I(U(bits(x)) >> 31) << 7)));
+    const I rounded = bits(magnitude(x) * inverse) + half, code = larger((rounded >> 21) - BELOW, integers(0));
+    store(codes, to_bytes(code | (I(U(bits(x)) >> 24) & 0x80)));
+    return with_sign(value((code > 0) & rounded & ~((1 << 21) - 1)) * finite_scale, x);
   }
 };
 
-struct Tapered : Format {  // four pieces, convex: the code is the largest of theirs, and the number the smallest
+struct Tapered : Format {  // the logarithm of a distance in octaves, see moments.py
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
+  static constexpr int DISTANCE = (127 + 4) << 23, SHIFT = 17, TOP = ((127 + 25) << (23 - SHIFT)) + 255;
   using Format::Format;
   F decode(const uint8_t* codes) const {
     const I c = widened(load<Bytes>(codes));
-    const I upper = smaller((c + 3809) << 18, (c + 809) << 20), lower = smaller((c + 333) << 21, (c + 121) << 22);
-    return (c > 0 ? value(smaller(upper, lower)) : all(0.f)) * scale;
+    const I share = DISTANCE - to_integer(value((TOP - c) << SHIFT));
+    return value((c > 0) & share) * scale;
   }
   template <bool> void encode(uint8_t* codes, F x, U random, I) const {
-    const I y = bits(x * inverse), r = I(random);
-    const I upper = larger(((y + (r * 4 + 2)) >> 18) - 3809, ((y + (r * 16 + 8)) >> 20) - 809);
-    const I lower = larger(((y + (r * 32 + 16)) >> 21) - 333, ((y + (r * 64 + 32)) >> 22) - 121);
-    store(codes, to_bytes(larger(larger(upper, lower), smaller(bits(x), integers(1)))));  // at least 1 for what is not 0
+    const F distance = to_float(DISTANCE - bits(x * inverse));
+    const I code = TOP - ((bits(distance) + I((0xFFFF - random) * 2 + 1)) >> SHIFT);
+    store(codes, to_bytes(larger(code, smaller(bits(x), integers(1)))));  // at least 1 for what is not 0
   }
 };
 
@@ -441,25 +445,30 @@ template <class RULE, class FIRST, class SECOND> void encode(const Job& job, Upd
   constexpr bool LAGS = RULE::LAGS && FIRST::IS_NARROW;
   const FIRST first = format_for<FIRST>(job.first, tile.at, tile.m, tile.of_first);
   const SECOND second = format_for<SECOND>(job.second, tile.at, tile.v, tile.of_second);
-  const bool corrects = LAGS && first.scale[0] == first.scale[0];
   uint8_t *const firsts = codes_of<FIRST>(job.first, tile.at), *const seconds = codes_of<SECOND>(job.second, tile.at);
   const auto vector = [&](uint8_t* to_first, uint8_t* to_second, float* w, int i, U random) __attribute__((always_inline)) {
     if constexpr (FIRST::IS_NARROW) {
       const F m = load<F>(tile.m + i), lag = LAGS ? load<F>(tile.lag + i) : all(0.f);
-      first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
-      if constexpr (LAGS) {
-        const F lost = corrects ? m - first.decode(to_first) : all(0.f);
-        store(w, load<F>(w) - lost * magnitude(lag));
+      F kept;
+      if constexpr (std::is_same_v<FIRST, SignedE5M2>) {
+        kept = first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
+      } else {
+        first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
+        kept = value(bits(first.decode(to_first)) & (first.scale == first.scale));  // 0 in a poisoned tile, as m is
       }
+      if constexpr (LAGS) store(w, load<F>(w) - (m - kept) * magnitude(lag));
     }
     if constexpr (SECOND::IS_NARROW) second.template encode<true>(to_second, load<F>(tile.v + i), random, I{});
   };
   const uint32_t key = job.noise, block = uint32_t(tile.at.index / BLOCK);
   const int n = tile.n, whole = n / BLOCK * BLOCK;
-  for (int i = 0; i < whole; i += BLOCK)
-    for (int j = 0; j < BLOCK; j += LANES)
-      vector(firsts + (i + j) * FIRST::BITS / 8, seconds + (i + j) * SECOND::BITS / 8, tile.w + i + j, i + j,
-             noise16s(key, block + i / BLOCK, j));
+  for (int i = 0; i < whole; i += BLOCK) {
+    const U pair = LANES == 8 ? mixed(U(LANE) + (key + (block + uint32_t(i / BLOCK)) * 8)) : U{};  // of both halves of a block
+    for (int j = 0; j < BLOCK; j += LANES) {
+      const U random = LANES != 8 ? noise16s(key, block + i / BLOCK, j) : j ? pair >> 16 : pair & 0xFFFF;
+      vector(firsts + (i + j) * FIRST::BITS / 8, seconds + (i + j) * SECOND::BITS / 8, tile.w + i + j, i + j, random);
+    }
+  }
   for (int i = whole; i < n; i += LANES) {
     uint8_t a[4 * LANES], b[4 * LANES];
     float w[LANES] = {};

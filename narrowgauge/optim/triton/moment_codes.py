@@ -13,7 +13,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 from narrowgauge.ops.triton.noise import mix
-from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, E5M2_BELOW, TAPERS
+from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, E5M2_BELOW, TAPER, TAPER_SHIFT, TAPER_TOP
 
 EXPONENT = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -24,8 +24,9 @@ MOST_AMAX = tl.constexpr(253 << 23)
 OCTAVES = tl.constexpr(14.0)
 
 BELOW = tl.constexpr(E5M2_BELOW)
-SHIFTS = tl.constexpr(tuple(shift for shift, _ in TAPERS))
-OFFSETS = tl.constexpr(tuple(offset for _, offset in TAPERS))
+SHIFT = tl.constexpr(TAPER_SHIFT)
+TOP_CODE = tl.constexpr(TAPER_TOP)
+DISTANCE = tl.constexpr((127 << 23) + TAPER)
 LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
 BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
 
@@ -115,10 +116,8 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         x = tl.where((integer & 0x80) > 0, negated(x), x)
     elif M.kind == TAPERED8:
         integer = codes.to(tl.int32)
-        bits = (integer + OFFSETS[0]) << SHIFTS[0]
-        for each in tl.static_range(1, 4):
-            bits = tl.minimum(bits, (integer + OFFSETS[each]) << SHIFTS[each])
-        x = tl.where(integer > 0, number_of(bits), 0.0) * _read_scale(scale)
+        distance = number_of((TOP_CODE - integer) << SHIFT).to(tl.int32)
+        x = tl.where(integer > 0, number_of(DISTANCE - distance), 0.0) * _read_scale(scale)
     elif M.kind == LINEAR4:
         wide = _read_scale(scale)
         x = (codes.to(tl.float32) + 1.0) * (wide * 0.0625)
@@ -168,11 +167,9 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
             size += tl.where(decays, 0, 1 << 20)
         codes = tl.maximum((size >> 21) - BELOW, 0) | (((bits_of(x) >> 31) & 1) << 7)
     elif M.kind == TAPERED8:
-        size = bits_of(x * inverse)
-        codes = (x > 0).to(tl.int32)
-        for each in tl.static_range(4):
-            part: tl.constexpr = 1 << (SHIFTS[each] - 16)
-            codes = tl.maximum(codes, ((size + (noise * part + part // 2)) >> SHIFTS[each]) - OFFSETS[each])
+        distance = (DISTANCE - bits_of(x * inverse)).to(tl.float32)
+        codes = TOP_CODE - ((bits_of(distance) + ((0xFFFF - noise) * 2 + 1)) >> SHIFT)
+        codes = tl.maximum(codes, (x > 0).to(tl.int32))
     elif M.kind == LINEAR4:
         codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
         codes = tl.minimum(tl.maximum(codes, 1), 16) - 1
