@@ -58,7 +58,7 @@ TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 255
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
 # Of states, kept in the groups of an optimizer. 1 had square roots in the place of dynamic4; 2 had signed squares in the place of e5m2
-# and 5-exponent 3-mantissa floats in the place of tapered8, which `state_dict.upgraded` converts.
+# and 5-exponent 3-mantissa floats in the place of tapered8: `former` converts them.
 FORM = 3
 
 
@@ -122,10 +122,10 @@ class SignedE5M2(Moment):
         else:
             bits = bits + (1 << 20) if decays is None else torch.where(decays, bits, bits + (1 << 20))
         code = ((bits >> 21) - E5M2_BELOW).clamp(min=0) | (x.signbit().to(torch.int32) << 7)
-        return Encoded(code.to(torch.uint8), scale)
+        return Encoded(code.to(torch.uint8).view(torch.int8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
-        code = state.codes.to(torch.int32)
+        code = state.codes.to(torch.int32) & 0xFF
         share = ((code & 0x7F) + E5M2_BELOW << 21).view(torch.float32)
         x = torch.where((code & 0x7F) > 0, share, 0.0) * _wide(state.scale)
         return torch.where(code > 0x7F, -x, x)
@@ -327,7 +327,7 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False)
 NONE = Moment(name="none", kind=0, dtype=torch.float32, bits=0, has_scale=False)
-E5M2 = SignedE5M2(name="e5m2", kind=2, dtype=torch.uint8, bits=8)
+E5M2 = SignedE5M2(name="e5m2", kind=2, dtype=torch.int8, bits=8)
 TAPERED8 = Tapered(name="tapered8", kind=3, dtype=torch.uint8, bits=8)
 DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4, tile=128)
 LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4, tile=128)

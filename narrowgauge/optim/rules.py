@@ -43,7 +43,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import OptionError, closest
 from narrowgauge.optim.moments import square_root
 
 LAG_TERMS = 128
@@ -233,5 +233,5 @@ def get(name: str, known: Mapping[str, Rule]) -> Rule:
     rules = {**BUILT_IN, **known}
     if name not in list(rules):  # by equality: a group may name what has no hash
         near = closest(str(name), rules) or ", ".join(map(repr, rules))
-        raise ConfigError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
+        raise OptionError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
     return rules[name]
