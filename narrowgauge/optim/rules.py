@@ -104,12 +104,13 @@ class Rule:
     draws_first: bool = False
 
 
-def only_decays(g: Tensor, m: Tensor) -> Tensor:
+def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
     """Where a gradient is small beside the moment that it comes to, |g| <= |m| / 4, so that m may not stand still.
 
+    share: of a step's gradient in a moment that has settled; 1 for an average of gradients, 1 - momentum for a sum of them.
     A moment that stands still while v decays would walk back, at the later v, more than the lag took at the earlier one.
     """
-    return g.abs() * 4.0 <= m.abs()
+    return g.abs() * 4.0 <= m.abs() * share
 
 
 def bound(beta1: float, beta2: float, step: int) -> float:
@@ -193,11 +194,13 @@ def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
     decay, step_size = float(group["weight_decay"]), -float(group["lr"])
     momentum, nesterov = group["momentum"], group["nesterov"]
     lag = step_size * momentum / (1 - momentum) * (momentum if nesterov else 1.0)
-    return Constants(beta1=momentum, decay=decay, step_size=step_size, nesterov=nesterov, lag=lag)
+    return Constants(
+        beta1=momentum, one_minus_beta1=1 - momentum, decay=decay, step_size=step_size, nesterov=nesterov, lag=lag
+    )
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
-    decays = only_decays(g, m)
+    decays = only_decays(g, m, c.one_minus_beta1)
     d = g + w * c.decay
     m = m * c.beta1 + d
     return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays, torch.full_like(w, c.lag)

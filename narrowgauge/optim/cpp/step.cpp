@@ -260,7 +260,7 @@ struct Linear4 : Format {
 // the second pass corrects w for the rounding of m where the rule LAGS.
 
 template <bool HOLDS> struct AdamW {
-  static constexpr bool LAGS = HOLDS, DRAWS = false;
+  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false;
   static F step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
     m = m + c.one_minus_beta1 * (g - m);
     v = v * c.beta2 + c.one_minus_beta2 * g * g;
@@ -280,7 +280,7 @@ template <bool HOLDS> struct AdamW {
 };
 
 struct Lion {
-  static constexpr bool LAGS = false, DRAWS = true;
+  static constexpr bool LAGS = false, DRAWS = true, SUMS = false;
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F direction = m + c.one_minus_beta1 * (g - m);
     w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
@@ -290,7 +290,7 @@ struct Lion {
 };
 
 struct Sgd {
-  static constexpr bool LAGS = true, DRAWS = false;
+  static constexpr bool LAGS = true, DRAWS = false, SUMS = true;  // gradients, not their average
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F d = g + c.decay * w;
     m = m * c.beta1 + d;
@@ -496,7 +496,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
     F w = load<F>(w_at), x = first.decode(first_at), y = all(0.f);
     const F g = load<F>(g_at);
     if constexpr (SECOND::BITS > 0) y = second.decode(second_at);
-    I decays = magnitude(g) * 4.f <= magnitude(x);
+    I decays = magnitude(g) * 4.f <= (RULE::SUMS ? magnitude(x) * c.one_minus_beta1 : magnitude(x));
     const F lag = RULE::step(c, w, g, x, y, decays);
     store(w_at, w);
     if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);

@@ -205,6 +205,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
         m = m + (g - m) * one_minus_beta2
     else:
         beta1 = _constant(step_args, 7)
+        decays = tl.abs(g) * 4.0 <= tl.abs(m) * one_minus_beta1
         change = g + w * decay
         m = m * beta1 + change
         w = w + (change + m * beta1 if F.nesterov else m) * step_size
