@@ -243,7 +243,9 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     first = format.encode(m, bits, decays, param_step.rule.draws_first)
     if lag and format.has_scale:
         assert first.scale is not None
-        lost = torch.where(first.scale.isnan()[..., None], 0.0, m - format.decode(first))  # a poisoned tile shows itself later
+        lost = torch.where(
+            first.scale.isnan()[..., None], 0.0, m - format.decode(first)
+        )  # a poisoned tile shows itself later
         w = w + lost * lag[0]
         if columns % param_step.tile:
             w[:, -1, columns % param_step.tile :] = 0.0

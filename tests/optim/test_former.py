@@ -25,8 +25,7 @@ def former_state() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     v = torch.where(second > 0, torch.ldexp(1 + (second % 8) / 8, (second // 8).int() - 32), 0.0) * wide[1]
     state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second}
     return (
-        state
-        | {"exp_avg_scale": scales[0].to(torch.bfloat16), "exp_avg_sq_scale": scales[1].to(torch.bfloat16)},
+        state | {"exp_avg_scale": scales[0].to(torch.bfloat16), "exp_avg_sq_scale": scales[1].to(torch.bfloat16)},
         m,
         v,
     )

@@ -68,7 +68,14 @@ def test_a_state_saved_with_such_a_word_is_refused(word):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"states": "9bit"}, {"backend": "no"}],
+    [
+        {"lr": -1.0},
+        {"betas": (1.0, 0.9)},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+        {"states": "9bit"},
+        {"backend": "no"},
+    ],
     ids=str,
 )
 def test_a_value_out_of_range_is_a_value_error_too(wrong):
