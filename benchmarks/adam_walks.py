@@ -3,7 +3,8 @@
     python -m benchmarks.adam_walks                10,008 histories, every state format and rule: about 20 minutes, one thread
     python -m benchmarks.adam_walks --rows 16      fewer histories in each setting; nothing recorded
 
-A history is the gradient of 64 elements over STEPS steps, of one of SHAPES under one of GATES. A row of a parameter is one tile: 64 columns of
+A history is the gradient of 64 elements over STEPS steps, of one of SHAPES under one of GATES. A row of a parameter is one tile: 64
+columns of
 N(0, 1) noise, which keep the tile's scale, and three histories of 64 columns, each smaller by up to `decades` decades.
 SETTINGS are betas, weight decay, micro-batches, eps, and whether the run is saved and loaded half way.
 

@@ -32,13 +32,17 @@ def converted(state: Mapping[str, Any], name: object, rule: Rule) -> dict[str, A
     kept = states.named(name) if isinstance(name, str) and states.is_known(name) else None
     for moment, format in zip(rule.moments, (kept.first, kept.second) if kept else (), strict=False):
         codes, scale = found.get(moment), found.get(f"{moment}_scale")
-        if format in (moments.E5M2, moments.TAPERED8) and isinstance(codes, Tensor) and isinstance(scale, Tensor):
-            if codes.dtype == format.dtype and shards.is_sharded(codes) == shards.is_sharded(scale):
-                own, own_scale = _converted(shards.local(codes), shards.local(scale), format)
-                found[moment] = shards.wrapped(own, codes, codes.shape) if shards.is_sharded(codes) else own
-                found[f"{moment}_scale"] = (
-                    shards.wrapped(own_scale, scale, scale.shape) if shards.is_sharded(scale) else own_scale
-                )
+        if (
+            format not in (moments.E5M2, moments.TAPERED8)
+            or not isinstance(codes, Tensor)
+            or not isinstance(scale, Tensor)
+        ):
+            continue
+        sharded = shards.is_sharded(codes)
+        if codes.dtype == format.dtype and sharded == shards.is_sharded(scale):
+            own, own_scale = _converted(shards.local(codes), shards.local(scale), format)
+            found[moment] = shards.wrapped(own, codes, codes.shape) if sharded else own
+            found[f"{moment}_scale"] = shards.wrapped(own_scale, scale, scale.shape) if sharded else own_scale
     return found
 
 

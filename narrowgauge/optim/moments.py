@@ -27,7 +27,8 @@ Sources. e5m2 and tapered8: ranges that let a tile hold gradients over nine deca
 versions kept m as signed square roots and v as 5-exponent 3-mantissa floats (`former`), which hold 4.2 and 4.7 decades of
 gradients. The taper spends codes where most second moments of a tile lie, within 2^-12 of its largest, as posits do.
 dynamic4: the dynamic map
-that 2309.01507 takes for 4 bits, made symmetric, so that the largest number of a tile is kept whatever its sign. linear4: the zero-free linear map of 2309.01507 (section 4.1), block 128. e4m3 with k: the range
+that 2309.01507 takes for 4 bits, made symmetric, so that the largest number of a tile is kept whatever its sign.
+linear4: the zero-free linear map of 2309.01507 (section 4.1), block 128. e4m3 with k: the range
 expansion of COAT (arXiv 2410.19313), group 128, with k a power of two: x^k is repeated squaring or square roots, correctly rounded on
 every machine, and y^(1/k) of a code is the product of two of 24 constants and a power of two, so decoding takes no root. Zeros are
 left out of the choice of k.
@@ -119,8 +120,10 @@ class SignedE5M2(Moment):
         bits = (x.abs() * inverse).view(torch.int32)
         if draws:
             bits = bits + noise * 32 + 16
+        elif decays is None:
+            bits = bits + (1 << 20)
         else:
-            bits = bits + (1 << 20) if decays is None else torch.where(decays, bits, bits + (1 << 20))
+            bits = torch.where(decays, bits, bits + (1 << 20))
         code = ((bits >> 21) - E5M2_BELOW).clamp(min=0) | (x.signbit().to(torch.int32) << 7)
         return Encoded(code.to(torch.uint8).view(torch.int8), scale)
 
