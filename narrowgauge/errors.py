@@ -33,6 +33,10 @@ class ConfigError(NarrowgaugeError):
     exit_code = 2
 
 
+class OptionError(ConfigError, ValueError):
+    """A value of an option that is out of range or unknown; a ValueError too, as torch.optim raises it."""
+
+
 class ShapeError(ConfigError):
     """Shapes that do not fit each other or their tiles."""
 

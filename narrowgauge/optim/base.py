@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from narrowgauge.addresses import holds_numbers, identity, in_memory
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, OptionError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards, states
+from narrowgauge.optim import backends, former, moments, noise, param_groups, rules, shards, states
 from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.masters import Master
@@ -65,7 +65,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, backend: Backend, **defaults: Any) -> None:
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
-            raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
+            raise OptionError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
         self._rules: dict[str, Rule] = {}  # that groups brought
         self._names: dict[Tensor, str] = {}  # of parameters, where they are known
@@ -129,8 +129,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.holding = getattr(self, "holding", None)
         self.norm_before = getattr(self, "norm_before", None)
         self.found_inf = self.halted = None
-        for group in self.param_groups:  # of a state that torch's own optimizer saved
-            for name, value in self.defaults.items():
+        for group in self.param_groups:
+            if "states" in group and former.is_former(group):  # a whole optimizer that an earlier version saved
+                for parameter in group["params"]:
+                    if parameter in self.state:
+                        self.state[parameter] = former.converted(
+                            self.state[parameter], group["states"], self._rule_of(group)
+                        )
+                group["form"] = moments.FORM
+            for name, value in self.defaults.items():  # of a state that torch's own optimizer saved
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -396,9 +403,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return new_state(own, *self._kept_as(parameter, group), "meta")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch has it; groups hold `norm_before` too where steps are clipped by it, which waits for the device, as `settle` does."""
+        """As torch has it; groups hold `norm_before` too where steps are clipped by it, which waits for the device, as `settle` does.
+
+        Groups of SGD name their dampening, 0, without which torch.optim.SGD cannot step from a state that it has loaded.
+        """
         self.settle()
         found = super().state_dict()
+        for group in found["param_groups"]:
+            if self._rule_of(group) is rules.SGD:
+                group["dampening"] = 0.0
         if self.norm_before is not None:
             for group in found["param_groups"]:
                 group["norm_before"] = float(self.norm_before)
@@ -415,7 +428,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Of parameters that are DTensors it takes DTensors of the same placements, or whole tensors, of which every rank takes its part.
         """
         own = self.param_groups
-        found = upgraded(state_dict, own)
+        found = upgraded(state_dict, own, self._rule_of)
         self.check_state_dict(found)
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})

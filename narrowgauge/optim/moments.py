@@ -5,27 +5,30 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
 
     name      code                      value(code)                       bound per element, s the tile's scale
     fp32      float32                   the number                        exact
-    squared8  c in -127 ... 127         c |c| / 127^2                     |x - x'| <= s (c + 3/4) / 127^2, c = floor(127 sqrt(|x|/s))
-    ue5m3     5 exponent, 3 mantissa    2^(e - 32) (1 + f/8), 0           |x - x'| < x / 8; nothing above 0 becomes 0
+    e5m2      5 exponent, 2 mantissa    2^(e - 32) (1 + f/4), 0           |x - x'| <= x / 8 (nearest), x / 4 (else), 9.5 decades
+    tapered8  16, 8, 4, 2 codes per     see Tapered                       |x - x'| < x / 16 above s / 2^4, x / 8 above s / 2^12,
+              octave, from the top                                        x / 4 above s / 2^28, else x / 2; nothing above 0 becomes 0
     e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (else), in range
     fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (else), in range
     dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels around |x|/s, times s
     linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
 
-First moments are rounded to nearest, second moments stochastically with E[x'] = x: with beta2 = 0.999 a step changes v by a
-tenth of a percent, far below half a gap of any 8-bit code, and rounding to nearest would keep v where it is for ever.
-First moments that only decay (see `rules.only_decays`) would stall in the same way at the least codes, while v goes on to nothing, and
-m / sqrt(v) would grow without end. They are rounded toward zero: they reach it, and move a weight no further than exact ones would.
-dynamic4, which would lose half of a number so, is spared in a tile that only decays as a whole: its scale follows.
+Second moments are rounded stochastically with E[x'] = x. With beta2 = 0.999 a step changes v by a tenth of a percent, far
+below half a gap of any 8-bit code, and rounding to nearest would never change v. First moments are rounded to nearest, and
+toward zero where they only decay (see `rules.only_decays`); the step corrects the weight for the rounding error (see `rules`).
+Lion, whose step is a sign and has no such correction, rounds its moment stochastically (`draws`).
+dynamic4 is not rounded toward zero in a tile that decays as a whole: its scale follows.
 Scales are powers of two, at least amax and below 2 amax (the 4-bit ones: within 1 % of amax, 16 codes have no octave to give
 away), so they seldom change, and codes of a float survive the change exactly. Scales are at least 2^-94; a tile whose amax
 is not finite or above 2^126 gets the scale NaN and is NaN as a whole (with the codes of zeros): never a finite number for one
 that was none.
 
-Where they come from. squared8: square-root companding, in place of the dynamic map of 8-bit optimizers (arXiv 2110.02861): finer
-than that in the upper two decades and decoded by two products instead of a table, which AVX2 would gather. dynamic4: the dynamic map
-that 2309.01507 takes for 4 bits, made symmetric, so that the largest number of a tile is kept whatever its sign. ue5m3: 9.6 decades in
-a tile where 2110.02861 has seven. linear4: the zero-free linear map of 2309.01507 (section 4.1), block 128. e4m3 with k: the range
+Sources. e5m2 and tapered8: ranges that let a tile hold gradients over nine decades, 2^-31 for m and 2^-60 for v. Earlier
+versions kept m as signed square roots and v as 5-exponent 3-mantissa floats (`former`), which hold 4.2 and 4.7 decades of
+gradients. The taper spends codes where most second moments of a tile lie, within 2^-12 of its largest, as posits do.
+dynamic4: the dynamic map
+that 2309.01507 takes for 4 bits, made symmetric, so that the largest number of a tile is kept whatever its sign.
+linear4: the zero-free linear map of 2309.01507 (section 4.1), block 128. e4m3 with k: the range
 expansion of COAT (arXiv 2410.19313), group 128, with k a power of two: x^k is repeated squaring or square roots, correctly rounded on
 every machine, and y^(1/k) of a code is the product of two of 24 constants and a power of two, so decoding takes no root. Zeros are
 left out of the choice of k.
@@ -48,10 +51,16 @@ EXPONENT = 0x7F800000
 POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
 LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
 OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
-SQUARED_MOST = 127.0  # the largest code of squared8
+E5M2_BELOW = 508 - 127  # of the upper 11 bits of a float32, so that code 127 is 1.0
+# Of tapered8: octaves below 1 that have 16 codes each, in the units of a float32's bits; the kept bits of the float32 of such a distance
+# plus TAPER begin at TAPER_SHIFT, and the code of 1.0 is 255.
+TAPER, TAPER_SHIFT = 4 << 23, 17
+TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 255
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
-FORM = 2  # of states, kept in the groups of an optimizer: 1 had square roots in the place of dynamic4
+# Of states, kept in the groups of an optimizer. 1 had square roots in the place of dynamic4; 2 had signed squares in the place of e5m2
+# and 5-exponent 3-mantissa floats in the place of tapered8: `former` converts them.
+FORM = 3
 
 
 class Encoded(NamedTuple):
@@ -90,10 +99,11 @@ class Moment:
     def __str__(self) -> str:
         return self.name
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         """x [r, t, tile] float32; noise of the same shape from `noise.bits`, read where rounding is stochastic.
 
-        decays  bool of the same shape: which elements of a first moment only decay; None: none
+        decays  bool of the same shape: elements of a first moment that only decay, to round toward zero; None: none
+        draws   rounds a first moment stochastically, whatever `decays` is
         """
         return Encoded(x)
 
@@ -102,31 +112,45 @@ class Moment:
         return state.codes
 
 
-class Squared(Moment):
-    """Signed: c |c| / 127^2, c to the nearest of 127 sqrt(|x| / s); to the one below where x only decays."""
+class SignedE5M2(Moment):
+    """Signed float without subnormals, in a byte: the sign in the upper bit, 127 for the scale itself, ties away from zero."""
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
-        root = square_root(x.abs() * (inverse * SQUARED_MOST**2))
-        code = torch.copysign(root.round() if decays is None else torch.where(decays, root.floor(), root.round()), x)
-        return Encoded(code.to(torch.int8), scale)
+        bits = (x.abs() * inverse).view(torch.int32)
+        if draws:
+            bits = bits + noise * 32 + 16
+        elif decays is None:
+            bits = bits + (1 << 20)
+        else:
+            bits = torch.where(decays, bits, bits + (1 << 20))
+        code = ((bits >> 21) - E5M2_BELOW).clamp(min=0) | (x.signbit().to(torch.int32) << 7)
+        return Encoded(code.to(torch.uint8).view(torch.int8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
-        code = state.codes.to(torch.float32)
-        return code * code.abs() * (_wide(state.scale) * (1 / SQUARED_MOST**2))
+        code = state.codes.to(torch.int32) & 0xFF
+        share = ((code & 0x7F) + E5M2_BELOW << 21).view(torch.float32)
+        x = torch.where((code & 0x7F) > 0, share, 0.0) * _wide(state.scale)
+        return torch.where(code > 0x7F, -x, x)
 
 
 class Dynamic(Moment):
     """Signed, a level of DYNAMIC_LEVELS and its sign: the nearest, of two equally near the one toward zero; the one below if x decays."""
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, BF16_DROPS)
         share = x.abs() * inverse
-        code = torch.bucketize(share, _constants(DYNAMIC_BOUNDARIES, x.device))
-        if decays is not None:
-            decays = decays & ~decays.all(-1, keepdim=True)
-            below = torch.bucketize(share, _constants(DYNAMIC_LEVELS[1:], x.device), right=True)
-            code = torch.where(decays, below, code)
+        if draws:
+            levels = _constants((*DYNAMIC_LEVELS, 1.0), x.device)
+            code = torch.bucketize(share, _constants(DYNAMIC_LEVELS[1:], x.device), right=True)
+            low, high = levels[code], levels[code + 1]
+            code = code + (low + uniform(noise) * (high - low) < share).to(code.dtype)
+        else:
+            code = torch.bucketize(share, _constants(DYNAMIC_BOUNDARIES, x.device))
+            if decays is not None:
+                decays = decays & ~decays.all(-1, keepdim=True)
+                below = torch.bucketize(share, _constants(DYNAMIC_LEVELS[1:], x.device), right=True)
+                code = torch.where(decays, below, code)
         return Encoded(torch.where(x < 0, 8 - code, 8 + code).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
@@ -135,23 +159,33 @@ class Dynamic(Moment):
         return torch.where(code < 0, -level, level) * _wide(state.scale)
 
 
-class UnsignedE5M3(Moment):
-    """Unsigned float without subnormals; stochastic rounding is one addition to the bits."""
+class Tapered(Moment):
+    """Unsigned float with 4, 3, 2 and 1 bits of mantissa over 4, 8, 16 and 32 octaves from the top down. Rounded stochastically.
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+    The bits of a float32 are piecewise linear in the logarithm. d = bits(1) - bits(t) counts how far t lies below 1, in octaves
+    of 2^23; the bits of float32(d + TAPER) are again such a logarithm, so that every doubling of the distance, counted from
+    four octaves above 1, takes 64 codes. Each code lies within one octave of t, where bits are linear in t, so that noise
+    below the kept bits rounds without bias.
+    """
+
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
-        code = (((x * inverse).view(torch.int32) + noise * 16 + 8) >> 20) - 761
-        return Encoded(torch.maximum(code, x > 0).to(torch.uint8), scale)
+        distance = (127 << 23) + TAPER - (x * inverse).view(torch.int32)
+        bits = distance.to(torch.float32).view(torch.int32) + (0xFFFF - noise) * 2 + 1
+        code = (TAPER_TOP - (bits >> TAPER_SHIFT)).clamp(min=0)
+        return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
-        t = ((state.codes.to(torch.int32) + 761) << 20).view(torch.float32)
-        return torch.where(state.codes > 0, t, 0.0) * _wide(state.scale)
+        code = state.codes.to(torch.int32)
+        distance = (TAPER_TOP - code << TAPER_SHIFT).view(torch.float32).to(torch.int32)
+        share = ((127 << 23) + TAPER - distance).view(torch.float32)
+        return torch.where(code > 0, share, 0.0) * _wide(state.scale)
 
 
 class Linear(Moment):
     """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, BF16_DROPS)
         code = (x * (inverse * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
         return Encoded(code.to(torch.uint8), scale)
@@ -165,7 +199,7 @@ class Linear(Moment):
 class SmallFloat(Moment):
     """E4M3 or float16 of `top` times the tile's share, raised to the power k where `expands`."""
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         log_k = self._expansion(x)
         scale, inverse, x = scaled(x, POW2_DROPS)
         t = x.abs() * inverse
@@ -175,18 +209,21 @@ class SmallFloat(Moment):
             for times in (1, 2):
                 y = torch.where(wide >= times, y * y, torch.where(wide <= -times, square_root(y), y))
         y = y * self.top
-        if self.signed:
+        if self.signed and draws:
+            magnitude = self._drawn(t, y, log_k, noise)
+        elif self.signed:
             shift = self.power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
             nearest = (y + shift) - shift
             magnitude = self._code_below(nearest if decays is None else torch.where(decays, y, nearest))
+        else:  # nothing above 0 becomes 0
+            magnitude = torch.maximum(self._drawn(t, y, log_k, noise), (t > 0).to(torch.int32))
+        if self.signed:
             magnitude |= x.signbit().to(torch.int32) << (self.bits - 1)
-        else:
-            magnitude = self._drawn(t, y, log_k, noise)
         integer = torch.uint8 if self.bits == 8 else torch.int16
         return Encoded(magnitude.to(integer).view(self.dtype), scale, log_k)
 
     def _drawn(self, t: Tensor, y: Tensor, log_k: Tensor | None, noise: Tensor) -> Tensor:
-        """The code of t >= 0, y = top t^k, rounded stochastically; at least 1 for what is not 0."""
+        """The code of t >= 0, y = top t^k, rounded stochastically."""
         if self.bits == 16:
             normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
             code = self._code_below(y, normal.view(torch.float32), uniform(noise))
@@ -195,7 +232,7 @@ class SmallFloat(Moment):
             code = self._code_below(y)
             below, above = (self._value(each, log_k) for each in (code, code + 1))
             code = code + (below + uniform(noise) * (above - below) < t).to(torch.int32)
-        return torch.maximum(code, (t > 0).to(torch.int32))
+        return code
 
     def decode(self, state: Encoded) -> Tensor:
         if state.expansion is None:
@@ -293,13 +330,13 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False)
 NONE = Moment(name="none", kind=0, dtype=torch.float32, bits=0, has_scale=False)
-SQUARED8 = Squared(name="squared8", kind=2, dtype=torch.int8, bits=8)
-UE5M3 = UnsignedE5M3(name="ue5m3", kind=3, dtype=torch.uint8, bits=8)
+E5M2 = SignedE5M2(name="e5m2", kind=2, dtype=torch.int8, bits=8)
+TAPERED8 = Tapered(name="tapered8", kind=3, dtype=torch.uint8, bits=8)
 DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4, tile=128)
 LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4, tile=128)
 E4M3 = SmallFloat(name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8)
 E4M3_POSITIVE = replace(E4M3, signed=False)
-E4M3_FIRST = replace(E4M3, name="e4m3-expanded", expands=True, highest=2, tile=128)
+E4M3_FIRST = replace(E4M3, name="e4m3-expanded", expands=True, lowest=-1, highest=2, tile=128)
 E4M3_SECOND = replace(E4M3_FIRST, lowest=-2, signed=False)
 FP16 = SmallFloat(name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=False)
 FP16_FIRST = replace(FP16, signed=True)
@@ -316,7 +353,7 @@ class States:
 
 STATES: dict[str, States] = {
     "fp32": States(first=WIDE, second=WIDE, tile=256),
-    "8bit": States(first=SQUARED8, second=UE5M3, tile=256),
+    "8bit": States(first=E5M2, second=TAPERED8, tile=256),
     "fp8": States(first=E4M3_FIRST, second=E4M3_SECOND, tile=128),
     "fp8-lm": States(first=E4M3, second=FP16, tile=256),
     "4bit": States(first=DYNAMIC4, second=LINEAR4, tile=128),

@@ -6,16 +6,18 @@ Torch takes whatever a group says, and a step finds out; here it is refused when
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import OptionError, closest
 from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
@@ -24,6 +26,13 @@ CUT = "shards cut its tiles"  # why states stay wide
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 _OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
+_KNOWN = _OF_RULES | {"params", "lr", "weight_decay"}
+_INSTEAD = {
+    "maximize": "Minimise the negated loss.",
+    "foreach": "Its step is one kernel for many tensors already; leave it out.",
+    "fused": "Its step is one kernel for many tensors already; leave it out.",
+    "capturable": "For a CUDA graph take optimizer.replayable(), and leave it out.",
+}
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
@@ -65,38 +74,64 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
     """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
     for name in ("lr", "weight_decay", "eps"):
         if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
-            raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.")
+            raise OptionError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.")
     if type(group["seed"]) is not int:
-        raise ConfigError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.")
+        raise OptionError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.")
     for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
         if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
+            raise OptionError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
     if "betas" in group and len(group["betas"]) != 2:
-        raise ConfigError(f"{kind}: betas = {group['betas']}: must be two numbers.")
+        raise OptionError(f"{kind}: betas = {group['betas']}: must be two numbers.")
     if "momentum" in group and group.get("nesterov") and not group["momentum"]:
-        raise ConfigError(
+        raise OptionError(
             f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."
         )
     states.refuse(kind, group["states"], len(rule.moments))
     if group["master"] not in list(masters.KINDS):  # by equality: a group may name what has no hash
         given = [str(each) for each in masters.KINDS if each is not None]
         near = closest(str(group["master"]), given) or ", ".join(map(repr, given))
-        raise ConfigError(f"{kind}: no master {group['master']!r}. Closest: {near}.")
+        raise OptionError(f"{kind}: no master {group['master']!r}. Closest: {near}.")
     _check_embeddings(kind, group["embeddings"])
     for name in group:
         if name in known or name in _ADDED_BY_TORCH:
             continue
+        if reason := refuse_word(name, group[name]):
+            raise OptionError(f"{kind}: a group has {name} = {group[name]!r}, {reason}")
         if name in _OF_RULES:
-            raise ConfigError(
+            raise OptionError(
                 f"{kind}: a group has {name!r}, which its rule does not know. Leave it out, or give a rule."
             )
         if found := difflib.get_close_matches(str(name), known, 1, 0.8):
-            raise ConfigError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
+            raise OptionError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
 
 
 def _check_embeddings(kind: str, embeddings: object) -> None:
     if embeddings not in ("fp32", "same"):
-        raise ConfigError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")
+        raise OptionError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")
+
+
+@cache
+def _words_of_torch() -> frozenset[str]:
+    """Every option of every optimizer in torch.optim."""
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    found = (inspect.signature(each).parameters for each in kinds if issubclass(each, torch.optim.Optimizer))
+    return frozenset(name for parameters in found for name in parameters)
+
+
+def refuse_word(name: object, value: object) -> str:
+    """Why a group may not have this option of torch.optim with this value, or ''.
+
+    Options that narrowgauge.optim has are checked elsewhere. A value that asks for nothing (False, None, 0) is taken, since groups
+    that torch saved name all of its options; words that are no option of torch.optim are the caller's labels.
+    """
+    if name in _KNOWN or name not in _words_of_torch():
+        return ""
+    if value is None or (isinstance(value, bool | int | float) and not value):
+        return ""
+    if name == "decoupled_weight_decay":
+        return ""  # of AdamW it is
+    hint = _INSTEAD.get(str(name), "Leave it out, or take the optimizer of torch.optim that has it.")
+    return f"an option of torch.optim that narrowgauge.optim does not compute. {hint}"
 
 
 def _is_number(value: object) -> bool:

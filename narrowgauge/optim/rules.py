@@ -5,6 +5,17 @@
     Lion (arXiv 2302.06675)    c = m + (1 - b1)(g - m);  w <- (1 - lr wd) w - lr sign(c);  m <- m + (1 - b2)(g - m)
     SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d;  w <- w - lr (d + mu m if nesterov else m)
 
+A narrow first moment m' = Q(m) is off by its rounding error, and with rounding to nearest the errors of many steps add up: where
+a step changes m by less than half a gap, m stands still. What a change of m by one unit moves the weight over all later steps is
+known, up to later changes of v, so the step takes it back from the weight at once:
+
+    w <- w + (m - m') lag          AdamW: lag = -lr_t / (sqrt(v) c_t + eps) K_t,    K_t = sum_{j > 0} b1^j (1 - b1^t) / (1 - b1^(t + j))
+                                   SGD:   lag = -lr mu / (1 - mu), with Nesterov mu times as much
+
+Where gradients have stopped, v decays as well, and K_t has b1 / sqrt(b2) in the place of b1. The errors then add up to a bounded
+sum, and a moment below all codes leaves Adam without momentum instead of a weight that stands still. It is error feedback (as in
+1-bit SGD and arXiv 1901.09847), kept in the weight in the place of a buffer.
+
 With narrow states m is held to what the rule of AdamW can reach. By Cauchy-Schwarz, over the gradients of steps 1 ... t,
 
     m_t^2 <= B_t^2 v_t    with    B_t^2 = (1 - b1)^2 / (1 - b2) sum_{i < t} (b1^2 / b2)^i
@@ -26,14 +37,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import OptionError, closest
 from narrowgauge.optim.moments import square_root
 
+LAG_TERMS = 128
 SLACK, MOST = 1 + 2.0**-8, 2.0**120  # of a bound: roundings of m and v; what float32 holds beside a root
 
 
@@ -45,6 +58,8 @@ class Constants:
     step_size      negative
     correction     1 / sqrt(1 - beta2^t)
     bound          B_t, see the module
+    lag            K_t; of SGD the whole factor of the weight
+    lag_of_decay   K_t where v decays, too
     """
 
     beta1: float = 0.0
@@ -56,10 +71,12 @@ class Constants:
     step_size: float = 0.0
     correction: float = 1.0
     bound: float = 0.0
+    lag: float = 0.0
+    lag_of_decay: float = 0.0
     nesterov: bool = False
 
 
-Updated = tuple[Tensor, Tensor, Tensor, Tensor]
+Updated = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +87,10 @@ class Rule:
     moments      names of the state tensors, at most two
     constants    (group, step) -> the numbers of a step, which counts from 1
     update       (weight, gradient, first moment, second moment, constants, holds) -> (weight, first, second, where the first only
-                 decays): all float32 and of one shape. holds: whether one of two moments is narrow, so that the first is held.
-                 A moment that the rule does not keep is zeros, and what is returned for it is dropped
+                 decays), all float32 and of one shape; and, fifth, the lag of the module's equation, where the weight is to be
+                 corrected by it. holds: whether one of two moments is narrow, so that the first is held. A moment that the rule
+                 does not keep is zeros, and what is returned for it is dropped
+    draws_first  rounds the first moment stochastically, whatever only decays
     granularity  "element": update is called with any cut of a tensor; "matrix": with the whole one, [rows, columns]
     options      of a group, beside lr and weight_decay, with what they are by default
     """
@@ -82,11 +101,16 @@ class Rule:
     update: Callable[[Tensor, Tensor, Tensor, Tensor, Any, bool], Updated] = field(compare=False)
     granularity: Literal["element", "matrix"] = "element"
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    draws_first: bool = False
 
 
-def only_decays(g: Tensor, m: Tensor) -> Tensor:
-    """Where a gradient is nothing beside the moment that it comes to: |g| <= |m| / 16."""
-    return g.abs() * 16.0 <= m.abs()
+def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
+    """Where a gradient is small beside the moment that it comes to, |g| <= |m| / 4, so that m may not stand still.
+
+    share: of a step's gradient in a moment that has settled; 1 for an average of gradients, 1 - momentum for a sum of them.
+    A moment that stands still while v decays would walk back, at the later v, more than the lag took at the earlier one.
+    """
+    return g.abs() * 4.0 <= m.abs() * share
 
 
 def bound(beta1: float, beta2: float, step: int) -> float:
@@ -102,6 +126,27 @@ def bound(beta1: float, beta2: float, step: int) -> float:
     return min((1 - beta1) * math.sqrt(total / (1 - beta2)) * SLACK, MOST)
 
 
+@lru_cache(maxsize=64)
+def lags(beta1: float, beta2: float, step: int) -> tuple[float, float]:
+    """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms of the sums, and the rest as that of a geometric series.
+
+    Where b1^2 >= b2 the second sum has no limit, and is the first.
+    """
+    ratio = beta1 / math.sqrt(beta2) if beta1**2 < beta2 else 1.0
+    power, power2 = beta1**step, beta2**step
+    now, now2, falls, falls_both = 1 - power, math.sqrt(1 - power2), 1.0, 1.0
+    total = total_of_decay = 0.0
+    for _ in range(LAG_TERMS):
+        power, power2, falls, falls_both = power * beta1, power2 * beta2, falls * beta1, falls_both * ratio
+        share = now / (1 - power)
+        total += falls * share
+        total_of_decay += falls_both * share * math.sqrt(1 - power2) / now2
+    total += falls * beta1 / (1 - beta1)
+    if ratio == 1.0:
+        return total, total
+    return total, total_of_decay + falls_both * ratio / (1 - ratio) * math.sqrt(1 - power2) / now2
+
+
 def _with_betas(group: Mapping[str, Any], lr: float, **others: Any) -> Constants:
     beta1, beta2 = group["betas"]
     betas = {"beta1": beta1, "one_minus_beta1": 1 - beta1, "beta2": beta2, "one_minus_beta2": 1 - beta2}
@@ -111,8 +156,11 @@ def _with_betas(group: Mapping[str, Any], lr: float, **others: Any) -> Constants
 def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     step_size, correction = -lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-    limit = bound(beta1, beta2, step)
-    return _with_betas(group, lr, eps=group["eps"], step_size=step_size, correction=correction, bound=limit)
+    lag, lag_of_decay = lags(beta1, beta2, step)
+    return _with_betas(
+        group, lr, eps=group["eps"], step_size=step_size, correction=correction, bound=bound(beta1, beta2, step), lag=lag,
+        lag_of_decay=lag_of_decay,
+    )  # fmt: skip
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
@@ -120,11 +168,15 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool
     m = m + (g - m) * c.one_minus_beta1
     v = v * c.beta2 + g * c.one_minus_beta2 * g
     root = square_root(v)
-    if holds:
-        limit = root * c.bound
-        held = m.abs() > limit  # neither of a NaN
-        m, decays = torch.where(held, torch.copysign(limit, m), m), decays | held
-    return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
+    if not holds:
+        return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
+    limit = root * c.bound
+    held = m.abs() > limit  # neither of a NaN
+    m = torch.where(held, torch.copysign(limit, m), m)
+    # Not a number over a tensor, which torch computes as a product with the reciprocal.
+    rate = torch.full_like(root, c.step_size) / (root * c.correction + c.eps)
+    lag = rate * torch.where(decays, torch.full_like(root, c.lag_of_decay), c.lag)
+    return w * c.decay + m * rate, m, v, decays | held, lag
 
 
 def _lion_constants(group: Mapping[str, Any], step: int) -> Constants:
@@ -140,14 +192,18 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool)
 
 def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
     decay, step_size = float(group["weight_decay"]), -float(group["lr"])
-    return Constants(beta1=group["momentum"], decay=decay, step_size=step_size, nesterov=group["nesterov"])
+    momentum, nesterov = group["momentum"], group["nesterov"]
+    lag = step_size * momentum / (1 - momentum) * (momentum if nesterov else 1.0)
+    return Constants(
+        beta1=momentum, one_minus_beta1=1 - momentum, decay=decay, step_size=step_size, nesterov=nesterov, lag=lag
+    )
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
-    decays = only_decays(g, m)
+    decays = only_decays(g, m, c.one_minus_beta1)
     d = g + w * c.decay
     m = m * c.beta1 + d
-    return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays
+    return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays, torch.full_like(w, c.lag)
 
 
 ADAMW = Rule(
@@ -156,6 +212,7 @@ ADAMW = Rule(
 )  # fmt: skip
 LION = Rule(
     name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options={"betas": (0.9, 0.99)},
+    draws_first=True,
 )  # fmt: skip
 SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
@@ -179,5 +236,5 @@ def get(name: str, known: Mapping[str, Rule]) -> Rule:
     rules = {**BUILT_IN, **known}
     if name not in list(rules):  # by equality: a group may name what has no hash
         near = closest(str(name), rules) or ", ".join(map(repr, rules))
-        raise ConfigError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
+        raise OptionError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
     return rules[name]

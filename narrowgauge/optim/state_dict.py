@@ -13,7 +13,8 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import CheckpointError
-from narrowgauge.optim import masters, shards, states
+from narrowgauge.optim import former, masters, moments, param_groups, shards, states
+from narrowgauge.optim.rules import SGD, Rule
 
 NewState = Callable[[Tensor, dict[str, Any]], Mapping[str, Tensor]]
 
@@ -85,19 +86,38 @@ def placed(x: Tensor, parameter: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).to(parameter.device)
 
 
-def upgraded(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """With float32 masters where earlier versions kept scaled ones, of parameters of one axis; the numbers stay the same."""
+def upgraded(
+    state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule_of: Callable[[Mapping[str, Any]], Rule]
+) -> Mapping[str, Any]:
+    """A saved state in the present form, where the numbers can stay the same.
+
+    Earlier forms of 8-bit moments are converted (`former`), scaled masters of parameters of one axis become float32, a step count that
+    is a Python number becomes a tensor, and a state of torch.optim.SGD, which counts no steps, begins to count.
+    rule_of: the rule of one of the own groups
+    """
     if next(_other_groups(state_dict, own), None) is not None:
         return state_dict
-    state = dict(state_dict["state"])
+    state, groups = dict(state_dict["state"]), []
     for saved, group in zip(state_dict["param_groups"], own, strict=True):
+        is_former, rule = former.is_former(saved), rule_of(group)
         for place, parameter in zip(saved["params"], group["params"], strict=True):
-            found = state.get(place, {})
+            found = state.get(place)
+            if not found:
+                continue
+            found = dict(found)
+            if rule is SGD and "step" not in found:
+                if found.get("momentum_buffer") is None:
+                    del state[place]
+                    continue
+                found["step"] = 0.0
+            step = found.get("step")
+            if isinstance(step, int | float) and not isinstance(step, bool):
+                found["step"] = torch.tensor(float(step), dtype=torch.float32)
             if parameter.ndim < 2 and "master_scale" in found and not shards.is_sharded(found["master"]):
-                codes, scale = found["master"], found["master_scale"]
-                state[place] = {name: x for name, x in found.items() if name != "master_scale"}
-                state[place]["master"] = masters.decode_vector(codes, scale)
-    return {**state_dict, "state": state}
+                found["master"] = masters.decode_vector(found["master"], found.pop("master_scale"))
+            state[place] = former.converted(found, saved.get("states"), rule) if is_former else found
+        groups.append({**saved, "form": moments.FORM} if is_former else saved)
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def forms_of(state: Mapping[str, Any]) -> dict[str, str]:
@@ -127,7 +147,7 @@ def _other_groups(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> I
 
 
 def _other_options(kind: str, saved: Mapping[str, Any], group: Mapping[str, Any], rule: str) -> Iterator[str]:
-    if saved.get("states") == "4bit" and saved.get("form", 1) != group["form"]:
+    if "4bit" in str(saved.get("states")) and saved.get("form", 1) < 2:
         yield "states='4bit' of an earlier version, whose codes stood for other numbers. Start with a fresh state."
     was, here = saved.get("rule", rule), group.get("rule", rule)
     if was != here:
@@ -146,8 +166,9 @@ def _other_options(kind: str, saved: Mapping[str, Any], group: Mapping[str, Any]
             f"norm_before={norm!r}, which is no norm of a gradient. The state is damaged: load another checkpoint, or start with a fresh "
             "state."
         )
-    if saved.get("maximize"):
-        yield f"maximize=True, which {kind} does not know. Minimise the negated loss, with a fresh state."
+    for name, value in saved.items():
+        if reason := param_groups.refuse_word(name, value):
+            yield f"{name}={value!r}, {reason}"
 
 
 def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Iterator[str]:

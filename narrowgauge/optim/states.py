@@ -3,7 +3,7 @@
     name    first moment                     second moment                     bytes of one moment per parameter
     fp32    float32                          float32                           4
     fp16    float16, nearest                 float16, stochastic               2.008
-    8bit    squared8                         ue5m3                             1.008
+    8bit    e5m2                             tapered8                          1.008
     fp8     E4M3 of x^k                      E4M3 of x^k                       1.023
     e4m3    E4M3                             E4M3                              1.008
     4bit    dynamic4                         linear4                           0.516
@@ -19,16 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import OptionError, closest
 from narrowgauge.optim import moments
 from narrowgauge.optim.moments import Moment, States
 
 FIRST: dict[str, Moment] = {
-    "fp32": moments.WIDE, "fp16": moments.FP16_FIRST, "8bit": moments.SQUARED8, "fp8": moments.E4M3_FIRST,
+    "fp32": moments.WIDE, "fp16": moments.FP16_FIRST, "8bit": moments.E5M2, "fp8": moments.E4M3_FIRST,
     "e4m3": moments.E4M3, "4bit": moments.DYNAMIC4,
 }  # fmt: skip
 SECOND: dict[str, Moment] = {
-    "fp32": moments.WIDE, "fp16": moments.FP16, "8bit": moments.UE5M3, "fp8": moments.E4M3_SECOND,
+    "fp32": moments.WIDE, "fp16": moments.FP16, "8bit": moments.TAPERED8, "fp8": moments.E4M3_SECOND,
     "e4m3": moments.E4M3_POSITIVE, "4bit": moments.LINEAR4,
 }  # fmt: skip
 
@@ -43,6 +43,12 @@ def named(name: str) -> States:
     return States(first=kept[0], second=kept[1], tile=min(each.tile for each in kept))
 
 
+def is_known(name: str) -> bool:
+    """Whether `named` takes the name."""
+    first, slash, second = name.partition("/")
+    return name in moments.STATES or (first in FIRST and (second if slash else first) in SECOND)
+
+
 def refuse(kind: str, name: object, moments_of_rule: int) -> None:
     """Raises ConfigError for what names no states, or more moments than the rule of an optimizer of class `kind` keeps."""
     given = name if isinstance(name, str) else ""
@@ -55,9 +61,9 @@ def refuse(kind: str, name: object, moments_of_rule: int) -> None:
             names = [*moments.STATES, *(each for each in FIRST if each not in moments.STATES)]
             near = closest(str(wrong[0] if given and wrong else name), names) or ", ".join(map(repr, names))
             pair = " A pair is 'first/second', as '8bit/fp16'." if "/" in given else ""
-            raise ConfigError(f"{kind}: no states {name!r}. Closest: {near}.{pair}")
+            raise OptionError(f"{kind}: no states {name!r}. Closest: {near}.{pair}")
     if "/" in given and moments_of_rule < 2:
-        raise ConfigError(
+        raise OptionError(
             f"{kind}: states = {name!r} names two moments, and the rule keeps {moments_of_rule}. Give one: states = "
             f"{given.partition('/')[0]!r}."
         )

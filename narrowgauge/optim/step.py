@@ -1,6 +1,6 @@
 """One step of one parameter: what a backend is given, and the plain torch backend, which is the definition.
 
-    for a few rows at a time:  decode -> the rule's update in float32 -> encode
+    for a few rows at a time:  decode -> the rule's update in float32 -> encode -> correct the weight for what rounding took from m
 
 A rule that works on whole matrices gets all rows at once.
 
@@ -232,14 +232,24 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     if param_step.rule.granularity == "matrix":
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
         whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
-        w, m, v, decays = (as_tiles(x, tiles, param_step.tile) for x in whole)
+        w, m, v, decays, *lag = (as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
-        w, m, v, decays = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
+        w, m, v, decays, *lag = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         if columns % param_step.tile:
             for x in (w, m, v):  # a rule may make any number, 0 / 0 too, of the zeros that fill the last tile
                 x[:, -1, columns % param_step.tile :] = 0.0
     bits = noise.bits(param_step.noise_key, index)
-    write_rows(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns, stays)
+    format = param_step.first.format
+    first = format.encode(m, bits, decays, param_step.rule.draws_first)
+    if lag and format.has_scale:
+        assert first.scale is not None
+        lost = torch.where(
+            first.scale.isnan()[..., None], 0.0, m - format.decode(first)
+        )  # a poisoned tile shows itself later
+        w = w + lost * lag[0]
+        if columns % param_step.tile:
+            w[:, -1, columns % param_step.tile :] = 0.0
+    write_rows(param_step.first, first, rows, columns, stays)
     write_rows(param_step.second, param_step.second.format.encode(v, bits), rows, columns, stays)
     weight, master, master_scale = masters.store(
         param_step.master_kind, w, param_step.weight.dtype, param_step.weight_noise_key, index

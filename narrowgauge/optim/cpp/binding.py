@@ -30,6 +30,8 @@ _CONSTANTS = (
     "step_size",
     "correction",
     "bound",
+    "lag",
+    "lag_of_decay",
 )
 
 

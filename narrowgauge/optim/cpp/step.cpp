@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "floats.h"
 #include "vectors.h"
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int TILE = 256;
 
-enum Kind { NONE, FP32, SQUARED8, UE5M3, E4M3, FP16, DYNAMIC4, LINEAR4 };
+enum Kind { NONE, FP32, E5M2, TAPERED8, E4M3, FP16, DYNAMIC4, LINEAR4 };
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
 enum Master { DIRECT, MASTER_FP32, MASTER_FP16, REMAINDER, STOCHASTIC };
 enum Rule { ADAMW, LION, SGD };
@@ -29,7 +30,7 @@ struct Moment {
 };
 
 struct Constants {
-  float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, correction, bound;
+  float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, correction, bound, lag, lag_of_decay;
   int32_t rule, nesterov;
 };
 
@@ -92,13 +93,16 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
 //
 // A format is a struct made for one tile, of its scale and its expansion:
 //   decode(codes)                        LANES elements from the first byte of their codes
-//   encode(codes, x, random, decays)     writes their codes; the scale is at least the amax of the tile. random: 16 bits each
+//   encode<DRAWS>(codes, x, random, decays)
+//                                        writes their codes; the scale is at least the amax of the tile. random: 16 bits each.
+//                                        DRAWS: a first moment is rounded stochastically, too
 
 struct Format {
   static constexpr bool IS_NARROW = true, EXPANDS = false;
-  F scale, inverse;
+  F scale, inverse, finite_scale;  // the last is 0 for NaN
   int log_k;
-  Format(float scale, int log_k) : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), log_k(log_k) {}
+  Format(float scale, int log_k)
+      : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), finite_scale(all(scale == scale ? scale : 0.f)), log_k(log_k) {}
 };
 
 struct None : Format {
@@ -114,30 +118,38 @@ struct Wide : Format {  // in place: there is nothing to decode
   F decode(const uint8_t* codes) const { return load<F>(codes); }
 };
 
-struct Squared8 : Format {
+struct SignedE5M2 : Format {
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
+  static constexpr int BELOW = 508 - 127;
   using Format::Format;
   F decode(const uint8_t* codes) const {
-    const F c = to_float(widened(load<Signed8>(codes)));
-    return c * magnitude(c) * (scale * (1.f / 16129.f));
+    const I c = widened(load<Bytes>(codes)), size = c & 0x7F;
+    const F x = value(bits((size > 0 ? value((size + BELOW) << 21) : all(0.f)) * scale) | (c & 0x80) << 24);
+    return x;
   }
-  void encode(uint8_t* codes, F x, U, I decays) const {
-    const F root = with_sign(square_root(magnitude(x) * (16129.f * inverse)), x);
-    store(codes, to_bytes(decays ? to_integer(root) : to_nearest_integer(root)));
+  // Returns the number that the codes stand for.
+  template <bool DRAWS> F encode(uint8_t* codes, F x, U random, I decays) const {
+    const I half = DRAWS ? I(random * 32) + 16 : ~decays & (1 << 20);
+    const I rounded = bits(magnitude(x) * inverse) + half, code = larger((rounded >> 21) - BELOW, integers(0));
+    store(codes, to_bytes(code | (I(U(bits(x)) >> 24) & 0x80)));
+    return with_sign(value((code > 0) & rounded & ~((1 << 21) - 1)) * finite_scale, x);
   }
 };
 
-struct UE5M3Format : Format {
+struct Tapered : Format {  // the logarithm of a distance in octaves, see moments.py
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
+  static constexpr int DISTANCE = (127 + 4) << 23, SHIFT = 17, TOP = ((127 + 25) << (23 - SHIFT)) + 255;
   using Format::Format;
   F decode(const uint8_t* codes) const {
     const I c = widened(load<Bytes>(codes));
-    return (c > 0 ? value((c + 761) << 20) : all(0.f)) * scale;
+    const I share = DISTANCE - to_integer(value((TOP - c) << SHIFT));
+    return value((c > 0) & share) * scale;
   }
-  void encode(uint8_t* codes, F x, U random, I) const {
-    const I code = (bits(x * inverse) + I(random * 16) + (8 - (761 << 20))) >> 20;
+  template <bool> void encode(uint8_t* codes, F x, U random, I) const {
+    const F distance = to_float(DISTANCE - bits(x * inverse));
+    const I code = TOP - ((bits(distance) + I((0xFFFF - random) * 2 + 1)) >> SHIFT);
     store(codes, to_bytes(larger(code, smaller(bits(x), integers(1)))));  // at least 1 for what is not 0
   }
 };
@@ -161,21 +173,22 @@ template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
   static I below(F y) {
     return y < 0x1p-6f ? to_integer(y * 0x1p9f) : (bits(y) >> 20) - (120 << 3);
   }
-  void encode(uint8_t* codes, F x, U random, I decays) const {
+  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
     const F t = magnitude(x) * inverse;
     F y = t;
     for (int k = 0; k < log_k; k++) y = y * y;
     for (int k = log_k; k < 0; k++) y = square_root(y);
     y = y * 0x1p8f;
     I code;
-    if (SIGNED) {
+    if (SIGNED && !DRAWS) {
       const F shift = value(larger(bits(y) & 0x7F800000, integers(121 << 23))) * 0x1.8p20f;
-      code = below(decays ? y : (y + shift) - shift) | (I(U(bits(x)) >> 31) << 7);
+      code = below(decays ? y : (y + shift) - shift);
     } else {
       const I low = below(y);
       const F from = share(low), to = share(low + 1);
-      code = larger(low - (from + uniform(random) * (to - from) < t), at_least_one(t));
+      code = low - (from + uniform(random) * (to - from) < t);
     }
+    code = SIGNED ? code | (I(U(bits(x)) >> 31) << 7) : larger(code, at_least_one(t));
     store(codes, to_bytes(code));
   }
 };
@@ -192,16 +205,18 @@ template <bool SIGNED> struct Float16 : Format {
   static I below(F y) {
     return y < 0x1p-14f ? to_integer(y * 0x1p24f) : (bits(y) >> 13) - (112 << 10);
   }
-  void encode(uint8_t* codes, F x, U random, I decays) const {
+  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
     const F t = magnitude(x) * inverse, y = t * 0x1p15f;
-    if (SIGNED) {
+    const I sign = I(U(bits(x)) >> 31) << 15;
+    if (SIGNED && !DRAWS) {
       const F shift = value(larger(bits(y) & 0x7F800000, integers(113 << 23))) * 0x1.8p13f;
-      store(codes, to_words(below(decays ? y : (y + shift) - shift) | (I(U(bits(x)) >> 31) << 15)));
+      store(codes, to_words(below(decays ? y : (y + shift) - shift) | sign));
       return;
     }
     const I normal = ((bits(y) + I(random >> 3)) >> 13) - (112 << 10);
     const I subnormal = to_integer(y * 0x1p24f + uniform(random));
-    store(codes, to_words(larger(y < 0x1p-14f ? subnormal : normal, at_least_one(t))));
+    const I code = y < 0x1p-14f ? subnormal : normal;
+    store(codes, to_words(SIGNED ? code | sign : larger(code, at_least_one(t))));
   }
 };
 
@@ -212,11 +227,15 @@ struct Dynamic4 : Format {
   F decode(const uint8_t* codes) const {
     return lookup16(level_tables.of_code, nibbles(codes)) * scale;
   }
-  void encode(uint8_t* codes, F x, U random, I decays) const {
+  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
     const F share = magnitude(x) * inverse;
     const I octave = larger((bits(share) >> 23) - LevelTables::BELOW, integers(0));
     I code = bits(lookup16(level_tables.below, octave)) - (share > lookup16(level_tables.boundary, octave));
-    code += decays & (share < lookup8(DYNAMIC_LEVELS, code));  // the level below
+    code += (DRAWS ? integers(-1) : decays) & (share < lookup8(DYNAMIC_LEVELS, code));  // the level below
+    if (DRAWS) {
+      const F from = lookup8(DYNAMIC_LEVELS, code), to = lookup8(DYNAMIC_LEVELS, smaller(code + 1, integers(7)));
+      code -= from + uniform(random) * (to - from) < share;
+    }
     store_nibbles(codes, x < 0.f ? 8 - code : 8 + code);
   }
 };
@@ -229,7 +248,7 @@ struct Linear4 : Format {
     const F x = (to_float(nibbles(codes)) + 1.f) * (scale * (1.f / 16.f));
     return scale == 0x1p-94f ? all(0.f) : x;
   }
-  void encode(uint8_t* codes, F x, U random, I) const {
+  template <bool> void encode(uint8_t* codes, F x, U random, I) const {
     const I code = to_integer(x * (16.f * inverse) + uniform(random));
     store_nibbles(codes, smaller(larger(code, integers(1)), integers(16)) - 1);
   }
@@ -237,35 +256,46 @@ struct Linear4 : Format {
 
 // ---- rules: rules.py has the equations ------------------------------------------------------------------------------------
 //
-// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: m or v is narrow.
+// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: m or v is narrow. Returns the lag, by which
+// the second pass corrects w for the rounding of m where the rule LAGS.
 
 template <bool HOLDS> struct AdamW {
-  static void step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
+  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false;
+  static F step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
     m = m + c.one_minus_beta1 * (g - m);
     v = v * c.beta2 + c.one_minus_beta2 * g * g;
     const F root = square_root(v);
-    if (HOLDS) {
-      const F limit = root * c.bound;
-      decays |= magnitude(m) > limit;
-      m = with_sign(smaller(limit, magnitude(m)), m);
+    if (!HOLDS) {
+      w = w * c.decay + c.step_size * m / (root * c.correction + c.eps);
+      return w;
     }
-    w = w * c.decay + c.step_size * m / (root * c.correction + c.eps);
+    const F rate = c.step_size / (root * c.correction + c.eps);
+    const F lag = rate * (decays ? all(c.lag_of_decay) : all(c.lag));
+    const F limit = root * c.bound;
+    decays |= magnitude(m) > limit;
+    m = with_sign(smaller(limit, magnitude(m)), m);
+    w = w * c.decay + m * rate;
+    return lag;
   }
 };
 
 struct Lion {
-  static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
+  static constexpr bool LAGS = false, DRAWS = true, SUMS = false;
+  static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F direction = m + c.one_minus_beta1 * (g - m);
     w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
     m = m + c.one_minus_beta2 * (g - m);
+    return w;
   }
 };
 
 struct Sgd {
-  static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
+  static constexpr bool LAGS = true, DRAWS = false, SUMS = true;  // gradients, not their average
+  static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F d = g + c.decay * w;
     m = m * c.beta1 + d;
     w = w + c.step_size * (c.nesterov ? d + c.beta1 * m : m);
+    return all(c.lag);
   }
 };
 
@@ -371,12 +401,13 @@ template <class FORMAT> struct Extent {
   }
 };
 
-// A tile between its two passes: both moments as float32, where the first only decays, and what their scales are chosen by.
+// A tile between its two passes: both moments as float32, what their scales are chosen by, the weights in float32, and the lag of
+// each, whose sign says where the first moment only decays: a lag itself is never above zero.
 template <class FIRST, class SECOND> struct Updated {
   Place at;
   int n;
-  alignas(64) float m[TILE], v[TILE];
-  alignas(64) int32_t decays[TILE];
+  float* w;  // the memory of the weights, or `weights`
+  alignas(64) float m[TILE], v[TILE], lag[TILE], weights[TILE];
   Extent<FIRST> of_first;
   Extent<SECOND> of_second;
 };
@@ -408,25 +439,43 @@ template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, floa
   return FORMAT(1.f, 0);
 }
 
-// The second pass of a tile: its codes by the scales that the first has found; the end of a last vector that is not whole is zero.
-// Both moments in one loop: a root of one hides behind the bits of the other.
-template <class FIRST, class SECOND> void encode(const Job& job, Updated<FIRST, SECOND>& tile) {
+// The second pass of a tile: its codes by the scales that the first has found, and the weights corrected for the rounding of the first
+// moment; the end of a last vector that is not whole is zero. Both moments in one loop: a root of one hides behind the bits of the other.
+template <class RULE, class FIRST, class SECOND> void encode(const Job& job, Updated<FIRST, SECOND>& tile) {
+  constexpr bool LAGS = RULE::LAGS && FIRST::IS_NARROW;
   const FIRST first = format_for<FIRST>(job.first, tile.at, tile.m, tile.of_first);
   const SECOND second = format_for<SECOND>(job.second, tile.at, tile.v, tile.of_second);
   uint8_t *const firsts = codes_of<FIRST>(job.first, tile.at), *const seconds = codes_of<SECOND>(job.second, tile.at);
-  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, int i, U random) __attribute__((always_inline)) {
-    if constexpr (FIRST::IS_NARROW) first.encode(to_first, load<F>(tile.m + i), random, load<I>(tile.decays + i));
-    if constexpr (SECOND::IS_NARROW) second.encode(to_second, load<F>(tile.v + i), random, I{});
+  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, float* w, int i, U random) __attribute__((always_inline)) {
+    if constexpr (FIRST::IS_NARROW) {
+      const F m = load<F>(tile.m + i), lag = LAGS ? load<F>(tile.lag + i) : all(0.f);
+      F kept;
+      if constexpr (std::is_same_v<FIRST, SignedE5M2>) {
+        kept = first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
+      } else {
+        first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
+        kept = value(bits(first.decode(to_first)) & (first.scale == first.scale));  // 0 in a poisoned tile, as m is
+      }
+      if constexpr (LAGS) store(w, load<F>(w) - (m - kept) * magnitude(lag));
+    }
+    if constexpr (SECOND::IS_NARROW) second.template encode<true>(to_second, load<F>(tile.v + i), random, I{});
   };
   const uint32_t key = job.noise, block = uint32_t(tile.at.index / BLOCK);
   const int n = tile.n, whole = n / BLOCK * BLOCK;
-  for (int i = 0; i < whole; i += BLOCK)
-    for (int j = 0; j < BLOCK; j += LANES)
-      vector(firsts + (i + j) * FIRST::BITS / 8, seconds + (i + j) * SECOND::BITS / 8, i + j, noise16s(key, block + i / BLOCK, j));
+  for (int i = 0; i < whole; i += BLOCK) {
+    const U pair = LANES == 8 ? mixed(U(LANE) + (key + (block + uint32_t(i / BLOCK)) * 8)) : U{};  // of both halves of a block
+    for (int j = 0; j < BLOCK; j += LANES) {
+      const U random = LANES != 8 ? noise16s(key, block + i / BLOCK, j) : j ? pair >> 16 : pair & 0xFFFF;
+      vector(firsts + (i + j) * FIRST::BITS / 8, seconds + (i + j) * SECOND::BITS / 8, tile.w + i + j, i + j, random);
+    }
+  }
   for (int i = whole; i < n; i += LANES) {
     uint8_t a[4 * LANES], b[4 * LANES];
-    vector(a, b, i, noise16s(key, block + i / BLOCK, i % BLOCK));
+    float w[LANES] = {};
     const int count = std::min(LANES, n - i);
+    std::memcpy(w, tile.w + i, count * sizeof(float));
+    vector(a, b, w, i, noise16s(key, block + i / BLOCK, i % BLOCK));
+    std::memcpy(tile.w + i, w, count * sizeof(float));
     if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + i * FIRST::BITS / 8, a, count);
     if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + i * SECOND::BITS / 8, b, count);
   }
@@ -447,14 +496,14 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
     F w = load<F>(w_at), x = first.decode(first_at), y = all(0.f);
     const F g = load<F>(g_at);
     if constexpr (SECOND::BITS > 0) y = second.decode(second_at);
-    I decays = magnitude(g) * 16.f <= magnitude(x);
-    RULE::step(c, w, g, x, y, decays);
+    I decays = magnitude(g) * 4.f <= (RULE::SUMS ? magnitude(x) * c.one_minus_beta1 : magnitude(x));
+    const F lag = RULE::step(c, w, g, x, y, decays);
     store(w_at, w);
     if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
     if constexpr (FIRST::IS_NARROW) {
       of_first.see(magnitude(x));
       store(tile.m + i, x);
-      store(tile.decays + i, decays);
+      if constexpr (RULE::LAGS) store(tile.lag + i, value((bits(lag) & INT32_MAX) | (~decays & INT32_MIN)));
       all_decay &= decays;
     } else {
       store(first_at, x);
@@ -483,7 +532,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
   if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
     bool all_of_tile = true;
     for (int l = 0; l < LANES; l++) all_of_tile &= all_decay[l] != 0;
-    if (all_of_tile) std::fill(tile.decays, tile.decays + TILE, 0);
+    if (all_of_tile && RULE::LAGS) for (float& lag : tile.lag) lag = -std::fabs(lag);
   }
   tile.at = at, tile.n = n, tile.of_first = of_first, tile.of_second = of_second;
 }
@@ -493,25 +542,33 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
 template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job, int64_t from, int64_t to) {
   constexpr bool NARROW = FIRST::IS_NARROW || SECOND::IS_NARROW;
   Updated<FIRST, SECOND> updated[2];
-  float w_buffer[TILE], g_buffer[TILE];
+  float g_buffer[TILE];
   const Constants c = *job.constants;  // apart from the memory that is written
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
+  const auto finish = [&](Updated<FIRST, SECOND>& tile) {
+    if constexpr (NARROW) encode<RULE>(job, tile);
+    if (!direct) store_weight(job, tile.w, tile.at, tile.n);
+  };
   for (int64_t t = from; t < to; t++) {
     const int64_t row = t / tiles, column = t % tiles * job.tile;
     const int64_t index = job.first_index + row * job.row_length + column;
     const Place at{t, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, index};
     const int n = int(std::min(job.tile, job.columns - column));
     prefetch_tile(job, at.element + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
-    float* w = direct ? static_cast<float*>(job.weight) + at.element : w_buffer;
+    Updated<FIRST, SECOND>& tile = updated[t % 2];
+    float* w = tile.w = direct ? static_cast<float*>(job.weight) + at.element : tile.weights;
     const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : g_buffer;
     if (!direct) load_weight(job, at, n, w);
     if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, g_buffer);
-    update<RULE>(job, c, at, n, w, g, updated[t % 2]);
-    if (!direct) store_weight(job, w, at, n);
-    if constexpr (NARROW) if (t > from) encode(job, updated[(t - 1) % 2]);
+    update<RULE>(job, c, at, n, w, g, tile);
+    if constexpr (NARROW) {
+      if (t > from) finish(updated[(t - 1) % 2]);
+    } else {
+      finish(tile);
+    }
   }
-  if constexpr (NARROW) if (to > from) encode(job, updated[(to - 1) % 2]);
+  if constexpr (NARROW) if (to > from) finish(updated[(to - 1) % 2]);
 }
 
 using Step = void (*)(const Job&, int64_t, int64_t);
@@ -527,7 +584,7 @@ template <class FIRST, class SECOND> Step step_of_rule(int rule) {
 template <class FIRST> Step step_of_second(const Job& job) {
   const int rule = job.constants->rule;
   switch (job.second.kind) {
-    case UE5M3: return step_of_rule<FIRST, UE5M3Format>(rule);
+    case TAPERED8: return step_of_rule<FIRST, Tapered>(rule);
     case LINEAR4: return step_of_rule<FIRST, Linear4>(rule);
     case E4M3: return step_of_rule<FIRST, Small<false>>(rule);
     case FP16: return step_of_rule<FIRST, Float16<false>>(rule);
@@ -538,7 +595,7 @@ template <class FIRST> Step step_of_second(const Job& job) {
 Step step_of(const Job& job) {
   switch (job.first.kind) {
     case FP32: return step_of_second<Wide>(job);
-    case SQUARED8: return step_of_second<Squared8>(job);
+    case E5M2: return step_of_second<SignedE5M2>(job);
     case DYNAMIC4: return step_of_second<Dynamic4>(job);
     case FP16: return step_of_second<Float16<true>>(job);
     default: return step_of_second<Small<true>>(job);

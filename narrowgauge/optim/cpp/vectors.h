@@ -103,13 +103,15 @@ inline Bytes to_bytes(I x) { return __builtin_convertvector(x, Bytes); }
 inline Words to_words(I x) { return __builtin_convertvector(x, Words); }
 #endif
 
+inline U mixed(U x) {
+  x = (x ^ (x >> 16)) * 0x7feb352dU;
+  x = (x ^ (x >> 15)) * 0x846ca68bU;
+  return x ^ (x >> 16);
+}
 // 16 random bits for each of LANES elements, from element `within` on of a block; see noise.py.
 inline U noise16s(uint32_t key, uint32_t block, int within) {
   const U lane = U(LANE) + uint32_t(within);
-  U x = (lane & 7) + (key + block * 8);
-  x = (x ^ (x >> 16)) * 0x7feb352dU;
-  x = (x ^ (x >> 15)) * 0x846ca68bU;
-  return ((x ^ (x >> 16)) >> ((lane & 8) * 2)) & 0xFFFF;
+  return (mixed((lane & 7) + (key + block * 8)) >> ((lane & 8) * 2)) & 0xFFFF;
 }
 inline F uniform(U bits16) { return (to_float(I(bits16)) + 0.5f) * 0x1p-16f; }
 

@@ -6,7 +6,7 @@ once and written once, and none is ever float32 in memory. Elements are counted 
 
     which   int32 [programs]         the line of a program
     table   int64 [lines, FIELDS]  what stays from step to step: see `launch.Batch`
-    step_args   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
+    step_args   int64 [HEAD + lines]     what a step brings: key of the noise, eleven float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
     left_out  int64 [2] or None      whether this step is left out; how many before it were that its numbers count, see `optim.left_out`:
                                      so many times HEAD before step_args stand the numbers that count them not
@@ -27,7 +27,6 @@ from narrowgauge.ops.triton.noise import mix
 from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 from narrowgauge.optim.triton.moment_codes import (
     NONE,
-    SQUARED8,
     WIDE,
     bits_of,
     decode_master,
@@ -179,20 +178,26 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
 
 @triton.jit
 def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """`rules`: (weight, first moment, second moment, where the first only decays)."""
+    """`rules`: (weight, first moment, second moment, where the first only decays, the lag)."""
     decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
     step_size = _constant(step_args, 5)
-    decays = tl.abs(g) * 16.0 <= tl.abs(m)
+    decays = tl.abs(g) * 4.0 <= tl.abs(m)
+    lag = m
     if F.rule == ADAMW:
         m = m + (g - m) * one_minus_beta1
         v = v * _constant(step_args, 2) + g * one_minus_beta2 * g
         root = tl.sqrt_rn(v)
+        bottom = root * _constant(step_args, 6) + _constant(step_args, 4)
         if FIRST.kind != WIDE or SECOND.kind != WIDE:
+            rate = tl.div_rn(tl.zeros_like(root) + step_size, bottom)
+            lag = rate * tl.where(decays, _constant(step_args, 10), _constant(step_args, 9))
             limit = root * _constant(step_args, 8)
             held = tl.abs(m) > limit
             m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
             decays = decays | held
-        w = w * decay + tl.div_rn(m * step_size, root * _constant(step_args, 6) + _constant(step_args, 4))
+            w = w * decay + m * rate
+        else:
+            w = w * decay + tl.div_rn(m * step_size, bottom)
     elif F.rule == LION:
         direction = m + (g - m) * one_minus_beta1
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
@@ -200,10 +205,12 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
         m = m + (g - m) * one_minus_beta2
     else:
         beta1 = _constant(step_args, 7)
+        decays = tl.abs(g) * 4.0 <= tl.abs(m) * one_minus_beta1
         change = g + w * decay
         m = m * beta1 + change
         w = w + (change + m * beta1 if F.nesterov else m) * step_size
-    return w, m, v, decays
+        lag = tl.zeros_like(w) + _constant(step_args, 9)
+    return w, m, v, decays, lag
 
 
 @triton.jit
@@ -236,8 +243,6 @@ def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: t
         codes = _read(address, offset, mask, FLOAT32, F.aligned)
     elif M.bits == 16:
         codes = tl.load(_pointer(address, tl.int16, F.aligned) + offset, mask=mask, other=0).to(tl.int32) & 0xFFFF
-    elif M.kind == SQUARED8:
-        codes = tl.load(_pointer(address, tl.int8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
     elif M.bits == 8:
         codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
     else:
@@ -257,13 +262,21 @@ def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: t
 
 
 @triton.jit
-def _write_moment(x, noise, decays, line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
+def _write_moment(
+    x, noise, decays, line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr, DRAWS: tl.constexpr,
+    LAGS: tl.constexpr
+):  # fmt: skip
+    """Encodes and writes a moment. With LAGS it returns what rounding took from x, 0 in a poisoned tile; else zeros."""
+    lost = tl.zeros_like(x)
     inside, offset, mask, tile = place[2], place[3], place[4], place[6]
     address = tl.load(line + FIELD)
     if M.kind == WIDE:
         _write(x, address, offset, mask, FLOAT32, F.aligned)
     elif M.has_scale:
-        codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M)
+        codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M, DRAWS)
+        if LAGS:
+            kept = decode_moment(codes & ((1 << M.bits) - 1), scale, log_k.to(tl.int32), tables, M)
+            lost = tl.where(kept == kept, x - kept, 0.0)
         if M.bits == 16:
             tl.store(_pointer(address, tl.int16, F.aligned) + offset, codes.to(tl.int16), mask=mask)
         elif M.bits == 8:
@@ -276,6 +289,7 @@ def _write_moment(x, noise, decays, line, FIELD: tl.constexpr, place, tables, F:
         tl.store(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, scale, mask=inside)
         if M.expands:
             tl.store(_pointer(tl.load(line + FIELD + 2), tl.int8, False) + tile, log_k, mask=inside)
+    return lost
 
 
 @triton.jit
@@ -320,11 +334,14 @@ def _taken(
     w = _read_weight(line, offset, mask, tile, inside, F)
     m = _read_moment(line, 7, place, tables, F, FIRST)
     v = _read_moment(line, 10, place, tables, F, SECOND)
-    w, m, v, decays = _updated(w, g, m, v, head, F, FIRST, SECOND)
-    w = tl.where(mask, w, 0.0)
+    w, m, v, decays, lag = _updated(w, g, m, v, head, F, FIRST, SECOND)
     noise = noise_bits(key, first, within)
-    _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)
-    _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND)
+    LAGS: tl.constexpr = FIRST.has_scale and F.rule != LION
+    lost = _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST, F.rule == LION, LAGS)
+    _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND, True, False)
+    if LAGS:
+        w = w + lost * lag
+    w = tl.where(mask, w, 0.0)
     if F.master == STOCHASTIC or F.master == MASTER_FP16:
         noise = noise_bits(mix(key ^ WEIGHTS), first, within + F.shift)
     seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)

@@ -259,9 +259,10 @@ def run(batches: Sequence[Batch], step_args: Tensor, left_out: Tensor | None = N
 def _head(c: Any, step_key: int) -> list[int]:
     """HEAD whole numbers: the key of a step's noise, and its constants as bits of float32."""
     numbers = (
-        c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound
+        c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound,
+        c.lag, c.lag_of_decay,
     )  # fmt: skip
-    found = [step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
+    found = [step_key, *struct.unpack("<11i", struct.pack("<11f", *numbers))]
     return found + [0] * (HEAD - len(found))
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 from narrowgauge.ops.triton.noise import mix
-from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, SQUARED_MOST
+from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, E5M2_BELOW, TAPER, TAPER_SHIFT, TAPER_TOP
 
 EXPONENT = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -21,17 +21,19 @@ POW2_DROPS = tl.constexpr(0x7FFFFF)
 BF16_DROPS = tl.constexpr(0xFFFF)
 LEAST_SCALE = tl.constexpr(33 << 23)
 MOST_AMAX = tl.constexpr(253 << 23)
-WHOLE_NUMBER = tl.constexpr(12582912.0)  # of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even
 OCTAVES = tl.constexpr(14.0)
 
-SQUARES = tl.constexpr(SQUARED_MOST**2)
+BELOW = tl.constexpr(E5M2_BELOW)
+SHIFT = tl.constexpr(TAPER_SHIFT)
+TOP_CODE = tl.constexpr(TAPER_TOP)
+DISTANCE = tl.constexpr((127 << 23) + TAPER)
 LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
 BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
 
 NONE = tl.constexpr(0)
 WIDE = tl.constexpr(1)
-SQUARED8 = tl.constexpr(2)
-UE5M3 = tl.constexpr(3)
+E5M2 = tl.constexpr(2)
+TAPERED8 = tl.constexpr(3)
 E4M3 = tl.constexpr(4)
 FP16 = tl.constexpr(5)
 DYNAMIC4 = tl.constexpr(6)
@@ -107,12 +109,15 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         for each in tl.static_range(7):
             level = tl.where(tl.abs(signed) == each + 1, LEVELS[each], level)
         x = tl.where(signed < 0, -level, level) * _read_scale(scale)
-    elif M.kind == SQUARED8:
-        number = codes.to(tl.float32)
-        x = number * tl.abs(number) * (_read_scale(scale) * (1.0 / SQUARES))
-    elif M.kind == UE5M3:
-        t = number_of((codes.to(tl.int32) + 761) << 20)
-        x = tl.where(codes > 0, t, 0.0) * _read_scale(scale)
+    elif M.kind == E5M2:
+        integer = codes.to(tl.int32)
+        size = integer & 0x7F
+        x = tl.where(size > 0, number_of((size + BELOW) << 21), 0.0) * _read_scale(scale)
+        x = tl.where((integer & 0x80) > 0, negated(x), x)
+    elif M.kind == TAPERED8:
+        integer = codes.to(tl.int32)
+        distance = number_of((TOP_CODE - integer) << SHIFT).to(tl.int32)
+        x = tl.where(integer > 0, number_of(DISTANCE - distance), 0.0) * _read_scale(scale)
     elif M.kind == LINEAR4:
         wide = _read_scale(scale)
         x = (codes.to(tl.float32) + 1.0) * (wide * 0.0625)
@@ -126,8 +131,11 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
 
 
 @triton.jit
-def encode_moment(x, noise, decays, tables, M: tl.constexpr):
-    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32, scale int16 [T], log_k int8 [T])."""
+def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
+    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32, scale int16 [T], log_k int8 [T]).
+
+    DRAWS: a first moment is rounded stochastically, too.
+    """
     DROPS: tl.constexpr = BF16_DROPS if M.bits == 4 else POW2_DROPS
     sizes = bits_of(x) & 0x7FFFFFFF
     amax = tl.max(sizes, axis=1)
@@ -137,23 +145,36 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr):
     if M.kind == DYNAMIC4:
         share = tl.abs(x) * inverse
         size = tl.zeros(x.shape, tl.int32)
+        low = tl.zeros(x.shape, tl.float32)
+        high = tl.zeros(x.shape, tl.float32) + LEVELS[0]
         decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
         for each in tl.static_range(7):
-            reached = tl.where(decays, share >= LEVELS[each], share > BOUNDARIES[each])
+            if DRAWS:
+                reached = share >= LEVELS[each]
+                low = tl.where(reached, LEVELS[each], low)
+                high = tl.where(reached, LEVELS[each + 1 if each < 6 else 6], high)
+            else:
+                reached = tl.where(decays, share >= LEVELS[each], share > BOUNDARIES[each])
             size = tl.where(reached, each + 1, size)
+        if DRAWS:
+            size += (low + uniform(noise) * (high - low) < share).to(tl.int32)
         codes = tl.where(x < 0, -size, size) + 8
-    elif M.kind == SQUARED8:
-        root = tl.sqrt_rn(tl.abs(x) * (inverse * SQUARES))
-        size = tl.where(decays, root.to(tl.int32), bits_of(root + WHOLE_NUMBER) - 0x4B400000)
-        codes = tl.where(x < 0, -size, size)
-    elif M.kind == UE5M3:
-        codes = ((bits_of(x * inverse) + noise * 16 + 8) >> 20) - 761
+    elif M.kind == E5M2:
+        size = bits_of(tl.abs(x) * inverse)
+        if DRAWS:
+            size += noise * 32 + 16
+        else:
+            size += tl.where(decays, 0, 1 << 20)
+        codes = tl.maximum((size >> 21) - BELOW, 0) | (((bits_of(x) >> 31) & 1) << 7)
+    elif M.kind == TAPERED8:
+        distance = (DISTANCE - bits_of(x * inverse)).to(tl.float32)
+        codes = TOP_CODE - ((bits_of(distance) + ((0xFFFF - noise) * 2 + 1)) >> SHIFT)
         codes = tl.maximum(codes, (x > 0).to(tl.int32))
     elif M.kind == LINEAR4:
         codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
         codes = tl.minimum(tl.maximum(codes, 1), 16) - 1
     else:
-        codes = _encode_float(x, inverse, log_k, noise, decays, tables, M)
+        codes = _encode_float(x, inverse, log_k, noise, decays, tables, M, DRAWS)
     return codes, scale, log_k.to(tl.int8)
 
 
@@ -173,7 +194,7 @@ def _expansion(sizes, amax, M: tl.constexpr):
 
 
 @triton.jit
-def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
+def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
     """E4M3 or float16 as int32: the sign in the highest of M.bits."""
     share = tl.abs(x) * inverse
     y = share
@@ -183,10 +204,9 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
             narrow = tl.sqrt_rn(y) if M.lowest <= -times else y
             y = tl.where(wide >= times, y * y, tl.where(wide <= -times, narrow, y))
     y = y * M.top
-    if M.signed:
+    if M.signed and not DRAWS:
         shift = _power_below(y, M.bias) * (1.5 * 2 ** (23 - M.mantissa))
         codes = _code_below(tl.where(decays, y, (y + shift) - shift), M.mantissa, M.bias)
-        codes |= ((bits_of(x) >> 31) & 1) << (M.bits - 1)
     else:
         if M.bits == 8:
             low = _code_below(y, M.mantissa, M.bias)
@@ -198,6 +218,9 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
             normal = (normal >> (23 - M.mantissa)) - ((127 - M.bias) << M.mantissa)
             subnormal = (y * 2.0 ** (M.bias + M.mantissa - 1) + uniform(noise)).to(tl.int32)
             codes = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
+    if M.signed:
+        codes |= ((bits_of(x) >> 31) & 1) << (M.bits - 1)
+    else:
         codes = tl.maximum(codes, (share > 0).to(tl.int32))
     return codes
 

@@ -191,7 +191,7 @@ FACTS = record(
 
 # What may differ between the optimizer of a run and that of its continuation: where it runs, and what each step sets.
 # Of `form` the optimizer itself decides.
-FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form", "norm_before"})
+FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form", "norm_before", "dampening"})
 NOT_NEGATIVE = re.compile(r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$")
 NOT_FINITE = re.compile(r"(^|\.)sampling\.variance$")  # infinite in earlier versions, NaN after a poisoned gradient
 LEARNED = re.compile(r"(^|\.)steps\.[xw]$")

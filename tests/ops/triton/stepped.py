@@ -366,7 +366,7 @@ def cases() -> Iterator[Case]:
 
 PROVEN = {
     "8bit": selfcheck.Kind(
-        rules.ADAMW, False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
+        rules.ADAMW, False, moments.E5M2, moments.TAPERED8, torch.float32, torch.bfloat16, None, 256, aligned=True
     ),
     "4bit": selfcheck.Kind(
         rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False

@@ -1,0 +1,97 @@
+"""States that an earlier version saved: converted when they are loaded, within a rounding of the formats (bounded)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import CheckpointError
+from narrowgauge.optim import AdamW, Lion, moments
+from narrowgauge.optim.moments import Encoded
+
+ROWS, COLUMNS = 16, 300
+TILES, TILE = 2, 256
+
+
+def former_state() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """A state of form 2 as it was written, and the moments that its codes stood for [ROWS, COLUMNS]."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(-127, 128, (ROWS, COLUMNS), generator=generator).to(torch.int8)
+    second = torch.randint(0, 256, (ROWS, COLUMNS), generator=generator).to(torch.uint8)
+    scales = 2.0 ** torch.randint(-20, 3, (2, ROWS, TILES), generator=generator).float()
+    wide = scales.repeat_interleave(TILE, 2)[..., :COLUMNS]
+    m = first.float() * first.float().abs() / 127**2 * wide[0]
+    v = torch.where(second > 0, torch.ldexp(1 + (second % 8) / 8, (second // 8).int() - 32), 0.0) * wide[1]
+    state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second}
+    return (
+        state | {"exp_avg_scale": scales[0].to(torch.bfloat16), "exp_avg_sq_scale": scales[1].to(torch.bfloat16)},
+        m,
+        v,
+    )
+
+
+def decoded(format: moments.Moment, codes: Tensor, scale: Tensor) -> Tensor:
+    cut = nn.functional.pad(codes, (0, TILES * TILE - COLUMNS)).view(ROWS, TILES, TILE)
+    return format.decode(Encoded(cut, scale)).flatten(1)[:, :COLUMNS]
+
+
+def check(state: dict[str, Tensor], m: Tensor, v: Tensor) -> None:
+    found = decoded(moments.E5M2, state["exp_avg"], state["exp_avg_scale"])
+    assert ((found - m).abs() <= m.abs() / 8 * (1 + 1e-6)).all()
+    found = decoded(moments.TAPERED8, state["exp_avg_sq"], state["exp_avg_sq_scale"])
+    assert ((found - v).abs() <= v / 4 * (1 + 1e-6)).all() and ((found > 0) == (v > 0)).all()
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_moments_of_an_earlier_version_are_converted(form):
+    state, m, v = former_state()
+    parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    optimizer = AdamW([parameter], states="8bit")
+    saved = optimizer.state_dict()
+    saved["state"] = {0: state}
+    saved["param_groups"][0]["form"] = form
+    if form == 1:
+        del saved["param_groups"][0]["form"]
+    optimizer.load_state_dict(saved)
+    check(optimizer.state[parameter], m, v)
+    assert optimizer.state_dict()["param_groups"][0]["form"] == moments.FORM
+    kept = optimizer.state_dict()
+    optimizer.load_state_dict(kept)  # of the present form: nothing changes
+    check(optimizer.state[parameter], m, v)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert parameter.isfinite().all() and optimizer.state[parameter]["step"] == 8
+
+
+def test_a_whole_optimizer_of_an_earlier_version_is_converted():
+    state, m, v = former_state()
+    parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    optimizer = AdamW([parameter], states="8bit")
+    optimizer.state[parameter].update(state)
+    optimizer.param_groups[0]["form"] = 2
+    saved = optimizer.__getstate__()
+    again = AdamW.__new__(AdamW)
+    again.__setstate__(saved)
+    check(again.state[parameter], m, v)
+    assert again.param_groups[0]["form"] == moments.FORM
+
+
+def test_one_moment_of_a_pair_is_converted():
+    state, m, _ = former_state()
+    parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    optimizer = Lion([parameter], states="8bit")
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {name: x for name, x in state.items() if "sq" not in name}}
+    saved["param_groups"][0]["form"] = 2
+    optimizer.load_state_dict(saved)
+    found = decoded(moments.E5M2, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_scale"])
+    assert ((found - m).abs() <= m.abs() / 8 * (1 + 1e-6)).all()
+
+
+def test_the_first_form_of_four_bits_is_refused_still():
+    optimizer = AdamW([nn.Parameter(torch.zeros(ROWS, 512))], states="4bit")
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["form"]
+    with pytest.raises(CheckpointError, match="of an earlier version, whose codes stood for other numbers"):
+        optimizer.load_state_dict(saved)
