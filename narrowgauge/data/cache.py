@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge import reading
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
-from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
+from narrowgauge.storage import flush, locked, publish, reading, storage, sweep, temporary
 
 FORMAT = 2  # of the files; part of the key
 INDEX = "index.json"

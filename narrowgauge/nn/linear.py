@@ -248,11 +248,12 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        x, carried, compiling = input, self.carried, is_compiling()
+        x, compiling = input, is_compiling()
         if not compiling:
             self.__dict__["called"] = True  # past torch's `__setattr__`, which takes a microsecond
             if self.frozen is not None:
-                self.frozen.check(self)
+                self.frozen.check(self)  # may drop the codes, which `carried` names then no longer
+        carried = self.carried
         if carried is not None:
             if not compiling:
                 if self.frozen is None:
