@@ -9,6 +9,7 @@ per GB; an entry with a changed bit is Damaged and never used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -195,7 +196,7 @@ def _bytes(path: Path, kind: reading.Kind) -> bytes:
     try:
         return reading.bytes_of(path, kind)
     except StorageError as error:
-        raise Damaged(str(error).rstrip(". ")) from None
+        raise _damage(error) from None
 
 
 def _verify(path: Path, held: Mapping[str, Any]) -> None:
@@ -210,7 +211,15 @@ def _verify(path: Path, held: Mapping[str, Any]) -> None:
             if hashlib.file_digest(file, "sha256").hexdigest() != held["sha256"]:
                 raise Damaged(f"{shown(path)} does not match its SHA-256")
     except StorageError as error:
-        raise Damaged(str(error).rstrip(". ")) from None
+        raise _damage(error) from None
+
+
+def _damage(error: StorageError) -> Damaged:
+    """The refusal of a file as damage. An error of the disk is raised instead: nothing is known of the file."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOENT):
+        raise cause
+    return Damaged(str(error).rstrip(". "))
 
 
 def _is_whole(path: Path) -> bool:
