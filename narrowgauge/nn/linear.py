@@ -357,7 +357,7 @@ class QLinear(nn.Linear):
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             () if steps is None or cache is None else steps.version(),
             None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
-            watches or self._keeps_x(plan, x.device), False, watches, shows_results,
+            watches or self._keeps_x(plan, x.device), False, watches, shows_results=shows_results,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:
