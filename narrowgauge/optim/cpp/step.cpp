@@ -298,8 +298,21 @@ struct Linear4 : ByVector<Linear4, 4> {
 // step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: m or v is narrow. Returns the lag, by which
 // the second pass corrects w for the rounding of m where the rule LAGS.
 
+// A step of AdamW whose first moment is narrow is in two halves, one in each pass: a root of v, then the quotient by it, whose latencies
+// hide behind other work so. `moments` returns the root, and in `lag` what the rate is multiplied by for the lag.
+
 template <bool HOLDS> struct AdamW {
-  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false;
+  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false, HALVES = true;
+  static F moments(const Constants& c, F g, F& m, F& v, I& decays, F& lag) {
+    m = m + c.one_minus_beta1 * (g - m);
+    v = v * c.beta2 + c.one_minus_beta2 * g * g;
+    const F root = square_root(v), limit = root * c.bound;
+    lag = decays ? all(c.lag_of_decay) : all(c.lag);
+    decays |= magnitude(m) > limit;
+    m = with_sign(smaller(limit, magnitude(m)), m);
+    return root;
+  }
+  template <class X> static X rate(const Constants& c, X root) { return c.step_size / (root * c.correction + c.eps); }
   static F step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
     m = m + c.one_minus_beta1 * (g - m);
     v = v * c.beta2 + c.one_minus_beta2 * g * g;
@@ -309,17 +322,14 @@ template <bool HOLDS> struct AdamW {
       return w;
     }
     const F rate = c.step_size / (root * c.correction + c.eps);
-    const F lag = rate * (decays ? all(c.lag_of_decay) : all(c.lag));
-    const F limit = root * c.bound;
-    decays |= magnitude(m) > limit;
-    m = with_sign(smaller(limit, magnitude(m)), m);
+    m = with_sign(smaller(root * c.bound, magnitude(m)), m);
     w = w * c.decay + m * rate;
-    return lag;
+    return w;
   }
 };
 
 struct Lion {
-  static constexpr bool LAGS = false, DRAWS = true, SUMS = false;
+  static constexpr bool LAGS = false, DRAWS = true, SUMS = false, HALVES = false;
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F direction = m + c.one_minus_beta1 * (g - m);
     w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
@@ -329,7 +339,7 @@ struct Lion {
 };
 
 struct Sgd {
-  static constexpr bool LAGS = true, DRAWS = false, SUMS = true;  // gradients, not their average
+  static constexpr bool LAGS = true, DRAWS = false, SUMS = true, HALVES = false;  // gradients, not their average
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F d = g + c.decay * w;
     m = m * c.beta1 + d;
@@ -446,7 +456,7 @@ template <class FIRST, class SECOND> struct Updated {
   Place at;
   int n;
   float* w;  // the memory of the weights, or `weights`
-  alignas(64) float m[TILE], v[TILE], lag[TILE], weights[TILE];
+  alignas(64) float m[TILE], v[TILE], lag[TILE], root[TILE], weights[TILE];
   alignas(64) int16_t decays[TILE];
   Extent<FIRST> of_first;
   Extent<SECOND> of_second;
@@ -481,7 +491,16 @@ template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, floa
 
 // The second pass of a tile: its codes by the scales that the first has found, and the weights corrected for the rounding of the first
 // moment; the end of a last vector that is not whole is zero. Both moments in one loop: a root of one hides behind the bits of the other.
-template <class RULE, class FIRST, class SECOND> void encode(const Job& job, Updated<FIRST, SECOND>& tile) {
+template <class RULE, class FIRST, class SECOND> void encode(const Job& job, const Constants& c, Updated<FIRST, SECOND>& tile) {
+  constexpr bool HALVES = RULE::HALVES && FIRST::IS_NARROW;
+  bool steps = HALVES;
+  if constexpr (HALVES) {
+    const float scale = scale_from(tile.of_first.most(), FIRST::DROPS);
+    if (scale != scale) {  // a poisoned tile, whose first moment is zeros from here on, steps by what it was
+      for (int i = 0; i < tile.n; i++) tile.w[i] = tile.w[i] * c.decay + tile.m[i] * RULE::rate(c, tile.root[i]);
+      steps = false;
+    }
+  }
   constexpr bool LAGS = RULE::LAGS && FIRST::IS_NARROW;
   const FIRST first = format_for<FIRST>(job.first, tile.at, tile.m, tile.of_first);
   const SECOND second = format_for<SECOND>(job.second, tile.at, tile.v, tile.of_second);
@@ -494,7 +513,14 @@ template <class RULE, class FIRST, class SECOND> void encode(const Job& job, Upd
     if constexpr (FIRST::IS_NARROW) {
       for (int p = 0; p < PARTS; p++) m[p] = load<F>(tile.m + i + p * LANES);
       first.template encode<RULE::DRAWS>(to_first, m, random, load<H>(tile.decays + i), kept);
-      if constexpr (LAGS)
+      if constexpr (HALVES) {
+        if (steps)
+          for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * LANES;
+            const F rate = RULE::rate(c, load<F>(tile.root + at)), lag = rate * load<F>(tile.lag + at);
+            store(w + p * LANES, (load<F>(w + p * LANES) * c.decay + m[p] * rate) + (m[p] - kept[p]) * lag);
+          }
+      } else if constexpr (LAGS)
         for (int p = 0; p < PARTS; p++)
           store(w + p * LANES, load<F>(w + p * LANES) + (m[p] - kept[p]) * load<F>(tile.lag + i + p * LANES));
     }
@@ -537,8 +563,13 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
       F w = load<F>(w_at + part), x = first_moments[p], y = second_moments[p];
       const F g = load<F>(g_at + part);
       I decays = magnitude(g) * 4.f <= (RULE::SUMS ? magnitude(x) * c.one_minus_beta1 : magnitude(x));
-      const F lag = RULE::step(c, w, g, x, y, decays);
-      store(w_at + part, w);
+      F lag;
+      if constexpr (RULE::HALVES && FIRST::IS_NARROW) {
+        store(tile.root + i + part, RULE::moments(c, g, x, y, decays, lag));
+      } else {
+        lag = RULE::step(c, w, g, x, y, decays);
+        store(w_at + part, w);
+      }
       if (count < BLOCK) x = LANE + part < count ? x : all(0.f), y = LANE + part < count ? y : all(0.f);
       if constexpr (FIRST::IS_NARROW) {
         of_first.see(magnitude(x));
@@ -590,7 +621,7 @@ template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job,
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
   const auto finish = [&](Updated<FIRST, SECOND>& tile) {
-    if constexpr (NARROW) encode<RULE>(job, tile);
+    if constexpr (NARROW) encode<RULE>(job, c, tile);
     if (!direct) store_weight(job, tile.w, tile.at, tile.n);
   };
   for (int64_t t = from; t < to; t++) {
