@@ -21,6 +21,7 @@ def worst(
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adamw", "sgd"])
 @pytest.mark.parametrize("setting", quick(SETTINGS[:1], SETTINGS[:2]), ids=lambda each: str(each.betas))
 @pytest.mark.parametrize("states", ["8bit", "fp8"])
@@ -30,6 +31,7 @@ def test_eight_bits_walk_as_far_as_exact_moments(rule, states, setting):
     assert over <= 2 and under <= 2, (over, under)
 
 
+@pytest.mark.slow
 def test_plain_torch_follows_too(monkeypatch):
     monkeypatch.setattr(adam_walks, "STEPS", 120)
     over, under = worst("adamw", "8bit", SETTINGS[1], 16, 9.0, backend="torch")

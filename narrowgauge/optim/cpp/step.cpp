@@ -91,11 +91,13 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
 
 // ---- moments: moments.py has the formats ----------------------------------------------------------------------------------
 //
-// A format is a struct made for one tile, of its scale and its expansion:
-//   decode(codes)                        LANES elements from the first byte of their codes
-//   encode<DRAWS>(codes, x, random, decays)
-//                                        writes their codes; the scale is at least the amax of the tile. random: 16 bits each.
-//                                        DRAWS: a first moment is rounded stochastically, too
+// A format is a struct made for one tile, of its scale and its expansion. It works on a BLOCK of elements, which is PARTS vectors:
+//   decode(codes, x)                     x from the first byte of the block's codes
+//   encode<DRAWS>(codes, x, random, decays, kept)
+//                                        writes the codes of x, and in `kept` the numbers that they stand for (first moments alone).
+//                                        The scale is at least the amax of the tile. random: 16 bits each. decays: masks as `saturated`
+//                                        packs them. DRAWS: a first moment is rounded stochastically, too
+// One that works on vectors has decode_vector and encode_vector, and takes the loop over a block from ByVector.
 
 struct Format {
   static constexpr bool IS_NARROW = true, EXPANDS = false;
@@ -103,6 +105,20 @@ struct Format {
   int log_k;
   Format(float scale, int log_k)
       : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), finite_scale(all(scale == scale ? scale : 0.f)), log_k(log_k) {}
+};
+
+template <class FORMAT, int WIDTH> struct ByVector : Format {
+  static constexpr int BITS = WIDTH;
+  using Format::Format;
+  void decode(const uint8_t* codes, F* x) const {
+    for (int p = 0; p < PARTS; p++) x[p] = static_cast<const FORMAT*>(this)->decode_vector(codes + p * LANES * BITS / 8);
+  }
+  template <bool DRAWS> void encode(uint8_t* codes, const F* x, const U* random, H decays, F* kept) const {
+    I masks[PARTS];
+    from_saturated(decays, masks);
+    for (int p = 0; p < PARTS; p++)
+      kept[p] = static_cast<const FORMAT*>(this)->template encode_vector<DRAWS>(codes + p * LANES * BITS / 8, x[p], random[p], masks[p]);
+  }
 };
 
 struct None : Format {
@@ -115,25 +131,35 @@ struct Wide : Format {  // in place: there is nothing to decode
   static constexpr bool IS_NARROW = false;
   static constexpr int BITS = 32;
   using Format::Format;
-  F decode(const uint8_t* codes) const { return load<F>(codes); }
+  void decode(const uint8_t* codes, F* x) const {
+    for (int p = 0; p < PARTS; p++) x[p] = load<F>(codes + p * sizeof(F));
+  }
 };
 
+// A code is the upper half of the float32 itself, shifted and counted from the exponent of the scale, which is a power of two. So
+// both ways take 16-bit whole numbers, two vectors of float32 at once. A product with the scale gives the same bits: no number that
+// a code above 0 stands for is below 2^-125.
 struct SignedE5M2 : Format {
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
-  static constexpr int BELOW = 508 - 127;
-  using Format::Format;
-  F decode(const uint8_t* codes) const {
-    const I c = widened(load<Bytes>(codes)), size = c & 0x7F;
-    const F x = value(bits((size > 0 ? value((size + BELOW) << 21) : all(0.f)) * scale) | (c & 0x80) << 24);
-    return x;
+  H base, poison;  // the code of a magnitude is its upper half >> 5, less `base`; poison: NaN, or 0
+  SignedE5M2(float scale, int log_k)
+      : Format(scale, log_k), base(shorts(int16_t(4 * int(as_bits(scale) >> 23) - 127))), poison(shorts(scale == scale ? 0 : 0x7FC0)) {}
+  void decode(const uint8_t* codes, F* x) const {
+    const H c = signed_bytes(codes), size = (c & 0x7F) << 5;
+    from_upper(((size + (base << 5)) & (size > 0)) | (c & shorts(INT16_MIN)) | poison, x);
   }
-  // Returns the number that the codes stand for.
-  template <bool DRAWS> F encode(uint8_t* codes, F x, U random, I decays) const {
-    const I half = DRAWS ? I(random * 32) + 16 : ~decays & (1 << 20);
-    const I rounded = bits(magnitude(x) * inverse) + half, code = larger((rounded >> 21) - BELOW, integers(0));
-    store(codes, to_bytes(code | (I(U(bits(x)) >> 24) & 0x80)));
-    return with_sign(value((code > 0) & rounded & ~((1 << 21) - 1)) * finite_scale, x);
+  template <bool DRAWS> void encode(uint8_t* codes, const F* x, const U* random, H decays, F* kept) const {
+    const H seen = upper(x);
+    H size = (seen & INT16_MAX) + (~decays & 16);
+    if (DRAWS) {
+      F drawn[PARTS];
+      for (int p = 0; p < PARTS; p++) drawn[p] = value(bits(magnitude(x[p])) + I(random[p] * 32) + 16);
+      size = upper(drawn);
+    }
+    const H code = larger((size >> 5) - base, H{});
+    store_bytes(codes, code | ((seen >> 8) & 0x80));
+    from_upper(((size & shorts(~31)) & (code > 0)) | (seen & shorts(INT16_MIN)), kept);
   }
 };
 
@@ -142,30 +168,43 @@ struct Tapered : Format {  // the logarithm of a distance in octaves, see moment
   static constexpr uint32_t DROPS = 0x7FFFFF;
   static constexpr int DISTANCE = (127 + 4) << 23, SHIFT = 17, TOP = ((127 + 25) << (23 - SHIFT)) + 255;
   using Format::Format;
-  F decode(const uint8_t* codes) const {
-    const I c = widened(load<Bytes>(codes));
-    const I share = DISTANCE - to_integer(value((TOP - c) << SHIFT));
-    return value((c > 0) & share) * scale;
+  void decode(const uint8_t* codes, F* x) const {
+    for (int p = 0; p < PARTS; p++) {
+      const I c = widened(load<Bytes>(codes + p * LANES));
+      const I share = DISTANCE - to_integer(value((TOP - c) << SHIFT));
+      x[p] = value((c > 0) & share) * scale;
+    }
   }
-  template <bool> void encode(uint8_t* codes, F x, U random, I) const {
-    const F distance = to_float(DISTANCE - bits(x * inverse));
-    const I code = TOP - ((bits(distance) + I((0xFFFF - random) * 2 + 1)) >> SHIFT);
-    store(codes, to_bytes(larger(code, smaller(bits(x), integers(1)))));  // at least 1 for what is not 0
+  template <bool> void encode(uint8_t* codes, const F* x, const U* random, H, F*) const {
+    I code[PARTS], size[PARTS];
+    for (int p = 0; p < PARTS; p++) {
+      const F distance = to_float(DISTANCE - bits(x[p] * inverse));
+      // TOP - ((bits(distance) + (0xFFFF - random) * 2 + 1) >> SHIFT)
+      code[p] = (I(random[p] * 2) + (TOP << SHIFT) - bits(distance)) >> SHIFT;
+      size[p] = bits(x[p]);
+    }
+    store_bytes(codes, larger(saturated(code), smaller(saturated(size), shorts(1))));  // at least 1 for what is not 0
   }
 };
 
-template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
-  static constexpr bool EXPANDS = true;
-  static constexpr int BITS = 8;
+// E4M3 of 2^8 t^k; k is 1 where it does not EXPAND. Of a power that is 1 the tables hold the numbers of E4M3 themselves.
+template <bool SIGNED, bool EXPANDED> struct Small : ByVector<Small<SIGNED, EXPANDED>, 8> {
+  static constexpr bool EXPANDS = EXPANDED;
   static constexpr uint32_t DROPS = 0x7FFFFF;
-  using Format::Format;
+  using Base = ByVector<Small<SIGNED, EXPANDED>, 8>;
+  using Base::Base, Base::log_k, Base::scale, Base::inverse, Base::finite_scale;
   F share(I code) const {  // the code without its sign
+    if (!EXPANDS || log_k == 0) {
+      const F subnormal = to_float(code) * 0x1p-17f;
+      return code < 8 ? subnormal : value((code << 20) + (112 << 23));
+    }
     const ExpansionTables& tables = expansion_tables;
     const I octaves = ((code >> 3) - 15) << (2 - log_k);  // in quarters
-    const F normal = lookup8(tables.fractions[log_k + 2], code & 7) * lookup8(tables.quarters, octaves & 3);
+    F normal = lookup8(tables.fractions[log_k + 2], code & 7);
+    if (log_k > 0) normal = normal * lookup8(tables.quarters, octaves & 3);
     return code < 8 ? lookup8(tables.subnormals[log_k + 2], code & 7) : normal * value(((octaves >> 2) + 127) << 23);
   }
-  F decode(const uint8_t* codes) const {
+  F decode_vector(const uint8_t* codes) const {
     const I c = widened(load<Bytes>(codes));
     const F x = share(SIGNED ? c & 0x7F : c) * scale;
     return SIGNED ? value(bits(x) | (c & 0x80) << 24) : x;
@@ -173,11 +212,13 @@ template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
   static I below(F y) {
     return y < 0x1p-6f ? to_integer(y * 0x1p9f) : (bits(y) >> 20) - (120 << 3);
   }
-  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
+  template <bool DRAWS> F encode_vector(uint8_t* codes, F x, U random, I decays) const {
     const F t = magnitude(x) * inverse;
     F y = t;
-    for (int k = 0; k < log_k; k++) y = y * y;
-    for (int k = log_k; k < 0; k++) y = square_root(y);
+    if constexpr (EXPANDS) {
+      for (int k = 0; k < log_k; k++) y = y * y;
+      for (int k = log_k; k < 0; k++) y = square_root(y);
+    }
     y = y * 0x1p8f;
     I code;
     if (SIGNED && !DRAWS) {
@@ -188,46 +229,43 @@ template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
       const F from = share(low), to = share(low + 1);
       code = low - (from + uniform(random) * (to - from) < t);
     }
-    code = SIGNED ? code | (I(U(bits(x)) >> 31) << 7) : larger(code, at_least_one(t));
-    store(codes, to_bytes(code));
+    store(codes, to_bytes(SIGNED ? code | (I(U(bits(x)) >> 31) << 7) : larger(code, at_least_one(t))));
+    return SIGNED ? with_sign(share(code) * finite_scale, x) : x;
   }
 };
 
-template <bool SIGNED> struct Float16 : Format {
-  static constexpr int BITS = 16;
+template <bool SIGNED> struct Float16 : ByVector<Float16<SIGNED>, 16> {
   static constexpr uint32_t DROPS = 0x7FFFFF;
-  using Format::Format;
-  F decode(const uint8_t* codes) const {
-    const I c = widened(load<Words>(codes)) & 0x7FFF;
-    const F x = (c < 1024 ? to_float(c) * 0x1p-24f : value((c << 13) + (112 << 23))) * 0x1p-15f * scale;
-    return SIGNED ? value(bits(x) | (widened(load<Words>(codes)) & 0x8000) << 16) : x;
-  }
+  using Base = ByVector<Float16<SIGNED>, 16>;
+  using Base::Base, Base::scale, Base::inverse, Base::finite_scale;
+  F decode_vector(const uint8_t* codes) const { return from_float16s(load<Words>(codes)) * 0x1p-15f * scale; }
   static I below(F y) {
     return y < 0x1p-14f ? to_integer(y * 0x1p24f) : (bits(y) >> 13) - (112 << 10);
   }
-  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
+  template <bool DRAWS> F encode_vector(uint8_t* codes, F x, U random, I decays) const {
     const F t = magnitude(x) * inverse, y = t * 0x1p15f;
-    const I sign = I(U(bits(x)) >> 31) << 15;
+    I code;
     if (SIGNED && !DRAWS) {
       const F shift = value(larger(bits(y) & 0x7F800000, integers(113 << 23))) * 0x1.8p13f;
-      store(codes, to_words(below(decays ? y : (y + shift) - shift) | sign));
-      return;
+      code = below(decays ? y : (y + shift) - shift);
+    } else {
+      const I normal = ((bits(y) + I(random >> 3)) >> 13) - (112 << 10);
+      const I subnormal = to_integer(y * 0x1p24f + uniform(random));
+      code = y < 0x1p-14f ? subnormal : normal;
     }
-    const I normal = ((bits(y) + I(random >> 3)) >> 13) - (112 << 10);
-    const I subnormal = to_integer(y * 0x1p24f + uniform(random));
-    const I code = y < 0x1p-14f ? subnormal : normal;
-    store(codes, to_words(SIGNED ? code | sign : larger(code, at_least_one(t))));
+    const Words words = to_words(SIGNED ? code | (I(U(bits(x)) >> 31) << 15) : larger(code, at_least_one(t)));
+    store(codes, words);
+    return SIGNED ? from_float16s(words) * 0x1p-15f * finite_scale : x;
   }
 };
 
-struct Dynamic4 : Format {
-  static constexpr int BITS = 4;
+struct Dynamic4 : ByVector<Dynamic4, 4> {
   static constexpr uint32_t DROPS = 0xFFFF;
-  using Format::Format;
-  F decode(const uint8_t* codes) const {
+  using ByVector::ByVector;
+  F decode_vector(const uint8_t* codes) const {
     return lookup16(level_tables.of_code, nibbles(codes)) * scale;
   }
-  template <bool DRAWS> void encode(uint8_t* codes, F x, U random, I decays) const {
+  template <bool DRAWS> F encode_vector(uint8_t* codes, F x, U random, I decays) const {
     const F share = magnitude(x) * inverse;
     const I octave = larger((bits(share) >> 23) - LevelTables::BELOW, integers(0));
     I code = bits(lookup16(level_tables.below, octave)) - (share > lookup16(level_tables.boundary, octave));
@@ -237,20 +275,21 @@ struct Dynamic4 : Format {
       code -= from + uniform(random) * (to - from) < share;
     }
     store_nibbles(codes, x < 0.f ? 8 - code : 8 + code);
+    return with_sign(lookup8(DYNAMIC_LEVELS, code) * finite_scale, x);
   }
 };
 
-struct Linear4 : Format {
-  static constexpr int BITS = 4;
+struct Linear4 : ByVector<Linear4, 4> {
   static constexpr uint32_t DROPS = 0xFFFF;
-  using Format::Format;
-  F decode(const uint8_t* codes) const {
+  using ByVector::ByVector;
+  F decode_vector(const uint8_t* codes) const {
     const F x = (to_float(nibbles(codes)) + 1.f) * (scale * (1.f / 16.f));
     return scale == 0x1p-94f ? all(0.f) : x;
   }
-  template <bool> void encode(uint8_t* codes, F x, U random, I) const {
+  template <bool> F encode_vector(uint8_t* codes, F x, U random, I) const {
     const I code = to_integer(x * (16.f * inverse) + uniform(random));
     store_nibbles(codes, smaller(larger(code, integers(1)), integers(16)) - 1);
+    return x;
   }
 };
 
@@ -259,8 +298,21 @@ struct Linear4 : Format {
 // step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: m or v is narrow. Returns the lag, by which
 // the second pass corrects w for the rounding of m where the rule LAGS.
 
+// A step of AdamW whose first moment is narrow is in two halves, one in each pass: a root of v, then the quotient by it, whose latencies
+// hide behind other work so. `moments` returns the root, and in `lag` what the rate is multiplied by for the lag.
+
 template <bool HOLDS> struct AdamW {
-  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false;
+  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false, HALVES = true;
+  static F moments(const Constants& c, F g, F& m, F& v, I& decays, F& lag) {
+    m = m + c.one_minus_beta1 * (g - m);
+    v = v * c.beta2 + c.one_minus_beta2 * g * g;
+    const F root = square_root(v), limit = root * c.bound;
+    lag = decays ? all(c.lag_of_decay) : all(c.lag);
+    decays |= magnitude(m) > limit;
+    m = with_sign(smaller(limit, magnitude(m)), m);
+    return root;
+  }
+  template <class X> static X rate(const Constants& c, X root) { return c.step_size / (root * c.correction + c.eps); }
   static F step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
     m = m + c.one_minus_beta1 * (g - m);
     v = v * c.beta2 + c.one_minus_beta2 * g * g;
@@ -270,17 +322,14 @@ template <bool HOLDS> struct AdamW {
       return w;
     }
     const F rate = c.step_size / (root * c.correction + c.eps);
-    const F lag = rate * (decays ? all(c.lag_of_decay) : all(c.lag));
-    const F limit = root * c.bound;
-    decays |= magnitude(m) > limit;
-    m = with_sign(smaller(limit, magnitude(m)), m);
+    m = with_sign(smaller(root * c.bound, magnitude(m)), m);
     w = w * c.decay + m * rate;
-    return lag;
+    return w;
   }
 };
 
 struct Lion {
-  static constexpr bool LAGS = false, DRAWS = true, SUMS = false;
+  static constexpr bool LAGS = false, DRAWS = true, SUMS = false, HALVES = false;
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F direction = m + c.one_minus_beta1 * (g - m);
     w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
@@ -290,7 +339,7 @@ struct Lion {
 };
 
 struct Sgd {
-  static constexpr bool LAGS = true, DRAWS = false, SUMS = true;  // gradients, not their average
+  static constexpr bool LAGS = true, DRAWS = false, SUMS = true, HALVES = false;  // gradients, not their average
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F d = g + c.decay * w;
     m = m * c.beta1 + d;
@@ -401,13 +450,14 @@ template <class FORMAT> struct Extent {
   }
 };
 
-// A tile between its two passes: both moments as float32, what their scales are chosen by, the weights in float32, and the lag of
-// each, whose sign says where the first moment only decays: a lag itself is never above zero.
+// A tile between its two passes: both moments as float32, what their scales are chosen by, the weights in float32, the lag of each,
+// and where the first moment only decays, as `saturated` packs the masks of a block.
 template <class FIRST, class SECOND> struct Updated {
   Place at;
   int n;
   float* w;  // the memory of the weights, or `weights`
-  alignas(64) float m[TILE], v[TILE], lag[TILE], weights[TILE];
+  alignas(64) float m[TILE], v[TILE], lag[TILE], root[TILE], weights[TILE];
+  alignas(64) int16_t decays[TILE];
   Extent<FIRST> of_first;
   Extent<SECOND> of_second;
 };
@@ -441,43 +491,54 @@ template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, floa
 
 // The second pass of a tile: its codes by the scales that the first has found, and the weights corrected for the rounding of the first
 // moment; the end of a last vector that is not whole is zero. Both moments in one loop: a root of one hides behind the bits of the other.
-template <class RULE, class FIRST, class SECOND> void encode(const Job& job, Updated<FIRST, SECOND>& tile) {
+template <class RULE, class FIRST, class SECOND> void encode(const Job& job, const Constants& c, Updated<FIRST, SECOND>& tile) {
+  constexpr bool HALVES = RULE::HALVES && FIRST::IS_NARROW;
+  bool steps = HALVES;
+  if constexpr (HALVES) {
+    const float scale = scale_from(tile.of_first.most(), FIRST::DROPS);
+    if (scale != scale) {  // a poisoned tile, whose first moment is zeros from here on, steps by what it was
+      for (int i = 0; i < tile.n; i++) tile.w[i] = tile.w[i] * c.decay + tile.m[i] * RULE::rate(c, tile.root[i]);
+      steps = false;
+    }
+  }
   constexpr bool LAGS = RULE::LAGS && FIRST::IS_NARROW;
   const FIRST first = format_for<FIRST>(job.first, tile.at, tile.m, tile.of_first);
   const SECOND second = format_for<SECOND>(job.second, tile.at, tile.v, tile.of_second);
   uint8_t *const firsts = codes_of<FIRST>(job.first, tile.at), *const seconds = codes_of<SECOND>(job.second, tile.at);
-  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, float* w, int i, U random) __attribute__((always_inline)) {
+  const uint32_t key = job.noise, start = uint32_t(tile.at.index / BLOCK);
+  const auto block = [&](uint8_t* to_first, uint8_t* to_second, float* w, int i) __attribute__((always_inline)) {
+    F m[PARTS], v[PARTS], kept[PARTS];
+    U random[PARTS];
+    block_noise(key, start + uint32_t(i / BLOCK), random);
     if constexpr (FIRST::IS_NARROW) {
-      const F m = load<F>(tile.m + i), lag = LAGS ? load<F>(tile.lag + i) : all(0.f);
-      F kept;
-      if constexpr (std::is_same_v<FIRST, SignedE5M2>) {
-        kept = first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
-      } else {
-        first.template encode<RULE::DRAWS>(to_first, m, random, ~(bits(lag) >> 31));
-        kept = value(bits(first.decode(to_first)) & (first.scale == first.scale));  // 0 in a poisoned tile, as m is
-      }
-      if constexpr (LAGS) store(w, load<F>(w) - (m - kept) * magnitude(lag));
+      for (int p = 0; p < PARTS; p++) m[p] = load<F>(tile.m + i + p * LANES);
+      first.template encode<RULE::DRAWS>(to_first, m, random, load<H>(tile.decays + i), kept);
+      if constexpr (HALVES) {
+        if (steps)
+          for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * LANES;
+            const F rate = RULE::rate(c, load<F>(tile.root + at)), lag = rate * load<F>(tile.lag + at);
+            store(w + p * LANES, (load<F>(w + p * LANES) * c.decay + m[p] * rate) + (m[p] - kept[p]) * lag);
+          }
+      } else if constexpr (LAGS)
+        for (int p = 0; p < PARTS; p++)
+          store(w + p * LANES, load<F>(w + p * LANES) + (m[p] - kept[p]) * load<F>(tile.lag + i + p * LANES));
     }
-    if constexpr (SECOND::IS_NARROW) second.template encode<true>(to_second, load<F>(tile.v + i), random, I{});
+    if constexpr (SECOND::IS_NARROW) {
+      for (int p = 0; p < PARTS; p++) v[p] = load<F>(tile.v + i + p * LANES);
+      second.template encode<true>(to_second, v, random, H{}, kept);
+    }
   };
-  const uint32_t key = job.noise, block = uint32_t(tile.at.index / BLOCK);
-  const int n = tile.n, whole = n / BLOCK * BLOCK;
-  for (int i = 0; i < whole; i += BLOCK) {
-    const U pair = LANES == 8 ? mixed(U(LANE) + (key + (block + uint32_t(i / BLOCK)) * 8)) : U{};  // of both halves of a block
-    for (int j = 0; j < BLOCK; j += LANES) {
-      const U random = LANES != 8 ? noise16s(key, block + i / BLOCK, j) : j ? pair >> 16 : pair & 0xFFFF;
-      vector(firsts + (i + j) * FIRST::BITS / 8, seconds + (i + j) * SECOND::BITS / 8, tile.w + i + j, i + j, random);
-    }
-  }
-  for (int i = whole; i < n; i += LANES) {
-    uint8_t a[4 * LANES], b[4 * LANES];
-    float w[LANES] = {};
-    const int count = std::min(LANES, n - i);
-    std::memcpy(w, tile.w + i, count * sizeof(float));
-    vector(a, b, w, i, noise16s(key, block + i / BLOCK, i % BLOCK));
-    std::memcpy(tile.w + i, w, count * sizeof(float));
-    if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + i * FIRST::BITS / 8, a, count);
-    if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + i * SECOND::BITS / 8, b, count);
+  const int n = tile.n, whole = n / BLOCK * BLOCK, rest = n - whole;
+  for (int i = 0; i < whole; i += BLOCK) block(firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, tile.w + i, i);
+  if (rest) {
+    uint8_t a[4 * BLOCK], b[4 * BLOCK];
+    float w[BLOCK] = {};
+    std::memcpy(w, tile.w + whole, rest * sizeof(float));
+    block(a, b, w, whole);
+    std::memcpy(tile.w + whole, w, rest * sizeof(float));
+    if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + whole * FIRST::BITS / 8, a, rest);
+    if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + whole * SECOND::BITS / 8, b, rest);
   }
 }
 
@@ -491,40 +552,53 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
   Extent<FIRST> of_first;
   Extent<SECOND> of_second;
   I all_decay = integers(-1);
-  const auto vector = [&](float* w_at, const float* g_at, uint8_t* first_at, uint8_t* second_at, int i, int count)
+  const auto block = [&](float* w_at, const float* g_at, uint8_t* first_at, uint8_t* second_at, int i, int count)
       __attribute__((always_inline)) {
-    F w = load<F>(w_at), x = first.decode(first_at), y = all(0.f);
-    const F g = load<F>(g_at);
-    if constexpr (SECOND::BITS > 0) y = second.decode(second_at);
-    I decays = magnitude(g) * 4.f <= (RULE::SUMS ? magnitude(x) * c.one_minus_beta1 : magnitude(x));
-    const F lag = RULE::step(c, w, g, x, y, decays);
-    store(w_at, w);
-    if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
-    if constexpr (FIRST::IS_NARROW) {
-      of_first.see(magnitude(x));
-      store(tile.m + i, x);
-      if constexpr (RULE::LAGS) store(tile.lag + i, value((bits(lag) & INT32_MAX) | (~decays & INT32_MIN)));
-      all_decay &= decays;
-    } else {
-      store(first_at, x);
+    F first_moments[PARTS], second_moments[PARTS] = {};
+    I all_decays[PARTS];
+    first.decode(first_at, first_moments);
+    if constexpr (SECOND::BITS > 0) second.decode(second_at, second_moments);
+    for (int p = 0; p < PARTS; p++) {
+      const int part = p * LANES;
+      F w = load<F>(w_at + part), x = first_moments[p], y = second_moments[p];
+      const F g = load<F>(g_at + part);
+      I decays = magnitude(g) * 4.f <= (RULE::SUMS ? magnitude(x) * c.one_minus_beta1 : magnitude(x));
+      F lag;
+      if constexpr (RULE::HALVES && FIRST::IS_NARROW) {
+        store(tile.root + i + part, RULE::moments(c, g, x, y, decays, lag));
+      } else {
+        lag = RULE::step(c, w, g, x, y, decays);
+        store(w_at + part, w);
+      }
+      if (count < BLOCK) x = LANE + part < count ? x : all(0.f), y = LANE + part < count ? y : all(0.f);
+      if constexpr (FIRST::IS_NARROW) {
+        of_first.see(magnitude(x));
+        store(tile.m + i + part, x);
+        if constexpr (RULE::LAGS) store(tile.lag + i + part, lag);
+        if constexpr (FIRST::BITS == 4) all_decay &= decays;
+        all_decays[p] = decays;
+      } else {
+        store(first_at + part * 4, x);
+      }
+      if constexpr (SECOND::BITS == 32) store(second_at + part * 4, y);
+      if constexpr (SECOND::IS_NARROW) {
+        of_second.see(y);
+        store(tile.v + i + part, y);
+      }
     }
-    if constexpr (SECOND::BITS == 32) store(second_at, y);
-    if constexpr (SECOND::IS_NARROW) {
-      of_second.see(y);
-      store(tile.v + i, y);
-    }
+    if constexpr (FIRST::IS_NARROW && !RULE::DRAWS) store(tile.decays + i, saturated(all_decays));
   };
-  const int whole = n / LANES * LANES, rest = n - whole;
-  for (int i = 0; i < whole; i += LANES)
-    vector(weights + i, gradients + i, firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, i, LANES);
+  const int whole = n / BLOCK * BLOCK, rest = n - whole;
+  for (int i = 0; i < whole; i += BLOCK)
+    block(weights + i, gradients + i, firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, i, BLOCK);
   if (rest) {
-    float w[LANES] = {}, g[LANES] = {};
-    uint8_t a[4 * LANES] = {}, b[4 * LANES] = {}, *a_at = firsts + whole * FIRST::BITS / 8, *b_at = seconds + whole * SECOND::BITS / 8;
+    float w[BLOCK] = {}, g[BLOCK] = {};
+    uint8_t a[4 * BLOCK] = {}, b[4 * BLOCK] = {}, *a_at = firsts + whole * FIRST::BITS / 8, *b_at = seconds + whole * SECOND::BITS / 8;
     std::memcpy(w, weights + whole, rest * sizeof(float));
     std::memcpy(g, gradients + whole, rest * sizeof(float));
     copy_codes<FIRST::BITS>(a, a_at, rest);
     if (SECOND::BITS > 0) copy_codes<SECOND::BITS>(b, b_at, rest);
-    vector(w, g, a, b, whole, rest);
+    block(w, g, a, b, whole, rest);
     std::memcpy(weights + whole, w, rest * sizeof(float));
     if (FIRST::BITS == 32) std::memcpy(a_at, a, rest * sizeof(float));
     if (SECOND::BITS == 32) std::memcpy(b_at, b, rest * sizeof(float));
@@ -532,7 +606,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
   if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
     bool all_of_tile = true;
     for (int l = 0; l < LANES; l++) all_of_tile &= all_decay[l] != 0;
-    if (all_of_tile && RULE::LAGS) for (float& lag : tile.lag) lag = -std::fabs(lag);
+    if (all_of_tile) std::fill(tile.decays, tile.decays + TILE, int16_t(0));
   }
   tile.at = at, tile.n = n, tile.of_first = of_first, tile.of_second = of_second;
 }
@@ -547,7 +621,7 @@ template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job,
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
   const auto finish = [&](Updated<FIRST, SECOND>& tile) {
-    if constexpr (NARROW) encode<RULE>(job, tile);
+    if constexpr (NARROW) encode<RULE>(job, c, tile);
     if (!direct) store_weight(job, tile.w, tile.at, tile.n);
   };
   for (int64_t t = from; t < to; t++) {
@@ -586,7 +660,7 @@ template <class FIRST> Step step_of_second(const Job& job) {
   switch (job.second.kind) {
     case TAPERED8: return step_of_rule<FIRST, Tapered>(rule);
     case LINEAR4: return step_of_rule<FIRST, Linear4>(rule);
-    case E4M3: return step_of_rule<FIRST, Small<false>>(rule);
+    case E4M3: return job.second.expansion ? step_of_rule<FIRST, Small<false, true>>(rule) : step_of_rule<FIRST, Small<false, false>>(rule);
     case FP16: return step_of_rule<FIRST, Float16<false>>(rule);
     default: return step_of_rule<FIRST, Wide>(rule);
   }
@@ -598,7 +672,7 @@ Step step_of(const Job& job) {
     case E5M2: return step_of_second<SignedE5M2>(job);
     case DYNAMIC4: return step_of_second<Dynamic4>(job);
     case FP16: return step_of_second<Float16<true>>(job);
-    default: return step_of_second<Small<true>>(job);
+    default: return job.first.expansion ? step_of_second<Small<true, true>>(job) : step_of_second<Small<true, false>>(job);
   }
 }
 

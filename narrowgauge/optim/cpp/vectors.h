@@ -15,7 +15,8 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
-constexpr int BLOCK = 16;  // elements that share random bits, see noise.py
+constexpr int BLOCK = 16;             // elements that share random bits, see noise.py
+constexpr int PARTS = BLOCK / LANES;  // vectors of a block
 
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
@@ -23,6 +24,9 @@ typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t Signed8 __attribute__((vector_size(LANES)));
 typedef uint16_t Words __attribute__((vector_size(2 * LANES)));
+
+// 16 bits for each element of a block, in the order that packing PARTS vectors gives: it is that of the elements, but with AVX2.
+typedef int16_t H __attribute__((vector_size(2 * BLOCK)));
 
 typedef uint64_t Pairs __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Halves __attribute__((vector_size(LANES / 2)));
@@ -45,6 +49,9 @@ inline F with_sign(F magnitude, F x) { return value(bits(magnitude) | (bits(x) &
 inline F magnitude(F x) { return value(bits(x) & 0x7FFFFFFF); }
 inline I larger(I a, I b) { return a > b ? a : b; }
 inline I smaller(I a, I b) { return a < b ? a : b; }
+inline H shorts(int16_t x) { return H{} + x; }
+inline H larger(H a, H b) { return a > b ? a : b; }
+inline H smaller(H a, H b) { return a < b ? a : b; }
 inline F to_float(I x) { return __builtin_convertvector(x, F); }
 inline I to_integer(F x) { return __builtin_convertvector(x, I); }  // toward zero
 inline I at_least_one(F x) { return -(x > 0.f); }  // the least code of what is not 0
@@ -103,15 +110,75 @@ inline Bytes to_bytes(I x) { return __builtin_convertvector(x, Bytes); }
 inline Words to_words(I x) { return __builtin_convertvector(x, Words); }
 #endif
 
+// Blocks: the upper halves of float32, and back with lower halves of zero; whole numbers and masks to 16 bits, where the nearest one
+// stands for what 16 bits do not hold, and masks back; bytes with their signs, and the lower bytes (0 ... 255) back.
+#if defined(__AVX512F__)
+inline H upper(const F* x) { return H(_mm512_cvtepi32_epi16(_mm512_srli_epi32(__m512i(x[0]), 16))); }
+inline void from_upper(H h, F* x) { x[0] = F(_mm512_slli_epi32(_mm512_cvtepu16_epi32(__m256i(h)), 16)); }
+inline H saturated(const I* x) { return H(_mm512_cvtsepi32_epi16(__m512i(x[0]))); }
+inline void from_saturated(H h, I* x) { x[0] = I(_mm512_cvtepi16_epi32(__m256i(h))); }
+inline H signed_bytes(const uint8_t* from) { return H(_mm256_cvtepi8_epi16(load<__m128i>(from))); }
+inline void store_bytes(uint8_t* to, H h) { store(to, _mm512_cvtepi32_epi8(_mm512_cvtepi16_epi32(__m256i(h)))); }
+#elif defined(__AVX2__)
+inline H upper(const F* x) { return H(_mm256_packus_epi32(_mm256_srli_epi32(__m256i(x[0]), 16), _mm256_srli_epi32(__m256i(x[1]), 16))); }
+inline void from_upper(H h, F* x) {
+  x[0] = F(_mm256_unpacklo_epi16(__m256i(), __m256i(h)));
+  x[1] = F(_mm256_unpackhi_epi16(__m256i(), __m256i(h)));
+}
+inline H saturated(const I* x) { return H(_mm256_packs_epi32(__m256i(x[0]), __m256i(x[1]))); }
+inline void from_saturated(H h, I* x) {  // of masks
+  x[0] = I(_mm256_unpacklo_epi16(__m256i(h), __m256i(h)));
+  x[1] = I(_mm256_unpackhi_epi16(__m256i(h), __m256i(h)));
+}
+inline H signed_bytes(const uint8_t* from) { return H(_mm256_cvtepi8_epi16(_mm_shuffle_epi32(load<__m128i>(from), 0xD8))); }
+inline void store_bytes(uint8_t* to, H h) {
+  const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(__m256i(h)), _mm256_extracti128_si256(__m256i(h), 1));
+  store(to, _mm_shuffle_epi32(packed, 0xD8));
+}
+#else
+typedef int32_t Block32 __attribute__((vector_size(4 * BLOCK)));
+typedef int8_t Block8 __attribute__((vector_size(BLOCK)));
+inline H upper(const F* x) { return __builtin_convertvector(load<Block32>(x) >> 16, H); }
+inline void from_upper(H h, F* x) { store(x, __builtin_convertvector(h, Block32) << 16); }
+inline H saturated(const I* x) {
+  const Block32 all = load<Block32>(x), above = all > INT16_MAX, below = all < INT16_MIN;
+  return __builtin_convertvector((above & INT16_MAX) | (below & INT16_MIN) | (all & ~(above | below)), H);
+}
+inline void from_saturated(H h, I* x) { store(x, __builtin_convertvector(h, Block32)); }
+inline H signed_bytes(const uint8_t* from) { return __builtin_convertvector(load<Block8>(from), H); }
+inline void store_bytes(uint8_t* to, H h) { store(to, __builtin_convertvector(h, Block8)); }
+#endif
+
+// float16, of finite numbers.
+inline F from_float16s(Words codes) {
+#if defined(__AVX512F__)
+  return F(_mm512_cvtph_ps(__m256i(codes)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return F(_mm256_cvtph_ps(__m128i(codes)));
+#else
+  const I c = widened(codes), size = c & 0x7FFF;
+  const F x = size < 1024 ? to_float(size) * 0x1p-24f : value((size << 13) + (112 << 23));
+  return value(bits(x) | (c & 0x8000) << 16);
+#endif
+}
+
 inline U mixed(U x) {
   x = (x ^ (x >> 16)) * 0x7feb352dU;
   x = (x ^ (x >> 15)) * 0x846ca68bU;
   return x ^ (x >> 16);
 }
-// 16 random bits for each of LANES elements, from element `within` on of a block; see noise.py.
-inline U noise16s(uint32_t key, uint32_t block, int within) {
-  const U lane = U(LANE) + uint32_t(within);
-  return (mixed((lane & 7) + (key + block * 8)) >> ((lane & 8) * 2)) & 0xFFFF;
+// 16 random bits for each element of a block; see noise.py.
+inline void block_noise(uint32_t key, uint32_t block, U* random) {
+  if (LANES == 8) {  // one mixing serves both vectors
+    const U pair = mixed(U(LANE) + (key + block * 8));
+    random[0] = pair & 0xFFFF;
+    random[PARTS - 1] = pair >> 16;
+    return;
+  }
+  for (int p = 0; p < PARTS; p++) {
+    const U lane = U(LANE) + uint32_t(p * LANES);
+    random[p] = (mixed((lane & 7) + (key + block * 8)) >> ((lane & 8) * 2)) & 0xFFFF;
+  }
 }
 inline F uniform(U bits16) { return (to_float(I(bits16)) + 0.5f) * 0x1p-16f; }
 
