@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading, storage
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError
+from narrowgauge.storage import reading
 
 FORMAT = 2
 KIND = "narrowgauge checkpoint"

@@ -138,7 +138,7 @@ def test_calibration_leaves_the_output_of_a_layer_to_its_recipe() -> None:
     """Inputs by name; the layer computes by the recipe afterwards, not suspended (exact)."""
     layer = ng.convert(torch.nn.Linear(64, 32), "int4-hq-bs")
     x = torch.randn(16, 64)
-    calibrate_blocks(layer, [{"x": x}])
+    calibrate_blocks(layer, [{"input": x}])
     assert_same(layer(x), ng.linear(x, layer.weight, layer.bias, layer.recipe))
 
 

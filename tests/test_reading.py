@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import narrowgauge
-from narrowgauge import manifest, reading, storage
+from narrowgauge import manifest, storage
 from narrowgauge.conversion import measure
 from narrowgauge.data import cache as data_cache
 from narrowgauge.data import documents, image_files, image_sizes, records, tokenizer
@@ -35,6 +35,7 @@ from narrowgauge.distributed import storage as distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError, StorageError
 from narrowgauge.ops.cpp import build
 from narrowgauge.report import run_data
+from narrowgauge.storage import reading
 from narrowgauge.train import debug, model_files, run_folder
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
@@ -667,13 +668,13 @@ SOURCES, KERNEL, MEMORY, READ = (
     "bytes that `reading` gave",
 )
 ALLOWED: dict[tuple[str, str], str] = {
-    ("reading.py", "os.open"): "the reader itself",
-    ("reading.py", "open"): "the reader itself",
-    ("reading.py", "json.JSONDecoder"): "the reader itself",
+    ("storage/reading.py", "os.open"): "the reader itself",
+    ("storage/reading.py", "open"): "the reader itself",
+    ("storage/reading.py", "json.JSONDecoder"): "the reader itself",
     ("cli/__init__.py", "os.open"): "/dev/null",
     ("train/parallel/followers.py", "open"): "/dev/null",
-    ("storage.py", "os.open"): "syncs and locks, does not read; not blocking",
-    ("storage.py", "open"): "makes a new file",
+    ("storage/__init__.py", "os.open"): "syncs and locks, does not read; not blocking",
+    ("storage/__init__.py", "open"): "makes a new file",
     ("data/cache.py", "open"): "makes a new file",
     ("data/cache.py", "np.memmap"): "an open file that `reading` gave",
     ("diagnose/guard/bytes_apart.py", "os.open"): "makes a new file in shared memory",
@@ -694,7 +695,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("diagnose/guard/bytes_apart.py", "read_text"): KERNEL,
     ("train/config/toml.py", "open"): "the configuration that the user names, which may be a pipe",
     ("train/config/toml.py", "tomllib.loads"): READ,
-    ("train/evaluation/lm_tasks.py", "yaml.compose"): READ,
+    ("train/evaluation/task_code.py", "yaml.compose"): READ,
     ("train/evaluation/command.py", "open"): "SavedRun.open, which reads by the one reader",
     ("diagnose/guard/bytes_apart.py", "torch.from_file"): "a file that this process has just made",
     ("manifest.py", "json.loads"): MEMORY,
@@ -702,6 +703,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("distributed/index.py", "safetensors.torch.load"): READ,
     ("train/checkpoint/store.py", "json.loads"): MEMORY,
     ("train/checkpoint/store.py", "safetensors.torch.load"): READ,
+    ("train/liveness/__init__.py", "json.loads"): "what the sentinel of this process sends",
+    ("train/liveness/page.py", "mmap.mmap"): "anonymous memory, shared with the sentinel",
+    ("train/liveness/processes.py", "read_bytes"): KERNEL,
+    ("train/liveness/processes.py", "read_text"): KERNEL,
     ("train/parallel/ranks.py", "json.loads"): "a value of the ranks' store",
     ("train/tasks/questions.py", "json.loads"): "an array of a data cache, whose hashes were checked",
     ("data/tokenizer.py", "json.loads"): MEMORY,
@@ -764,7 +769,7 @@ def test_every_kind_of_file_is_searched_above() -> None:
         "manifest.py:LISTING", "manifest.py:PART", "diagnose/runs.py:METRICS", "diagnose/runs.py:RECORD", "diagnose/study_file.py:KIND",
         "report/run_data.py:CONFIG", "conversion/measure.py:MEASURED", "ops/cpp/build.py:BUILT", "train/config/toml.py:STORED",
         "train/run_folder.py:LOCK", "train/metrics.py:LOG", "train/study/pool.py:SAID", "train/planning/cache.py:ENTRY",
-        "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/lm_tasks.py:TASK", "train/debug.py:RUNGS",
+        "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE", "train/debug.py:RUNGS",
         "train/model_files.py:OF_MODELS", "data/cache.py:ENTRY", "data/cache.py:ARRAY", "data/tokenizer.py:OF_TOKENIZERS",
         "data/text.py:USERS", "data/squad.py:WHOLE", "data/image_files.py:PICTURE", "data/image_sizes.py:SETTINGS",
     }  # fmt: skip

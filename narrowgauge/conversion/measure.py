@@ -33,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import reading, recipes
+from narrowgauge import recipes
 from narrowgauge.errors import StorageError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.cpp.build import cache_folder
-from narrowgauge.storage import publish, temporary, write_synced
+from narrowgauge.storage import publish, reading, temporary, write_synced
 
 ROUNDS = 5
 SLICE_S = 0.02  # of one candidate in one round

@@ -9,6 +9,7 @@ per GB; an entry with a changed bit is Damaged and never used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,10 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge import reading
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
-from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
+from narrowgauge.storage import flush, locked, publish, reading, storage, sweep, temporary
 
 FORMAT = 2  # of the files; part of the key
 INDEX = "index.json"
@@ -196,7 +196,7 @@ def _bytes(path: Path, kind: reading.Kind) -> bytes:
     try:
         return reading.bytes_of(path, kind)
     except StorageError as error:
-        raise Damaged(str(error).rstrip(". ")) from None
+        raise _damage(error) from None
 
 
 def _verify(path: Path, held: Mapping[str, Any]) -> None:
@@ -211,7 +211,15 @@ def _verify(path: Path, held: Mapping[str, Any]) -> None:
             if hashlib.file_digest(file, "sha256").hexdigest() != held["sha256"]:
                 raise Damaged(f"{shown(path)} does not match its SHA-256")
     except StorageError as error:
-        raise Damaged(str(error).rstrip(". ")) from None
+        raise _damage(error) from None
+
+
+def _damage(error: StorageError) -> Damaged:
+    """The refusal of a file as damage. An error of the disk is raised instead: nothing is known of the file."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOENT):
+        raise cause
+    return Damaged(str(error).rstrip(". "))
 
 
 def _is_whole(path: Path) -> bool:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from narrowgauge import reading
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
@@ -32,6 +31,7 @@ from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.data.text import USERS, shown
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

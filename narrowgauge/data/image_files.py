@@ -16,11 +16,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from narrowgauge import reading
 from narrowgauge.data.sources import below, files_of, records
 from narrowgauge.data.tables import JSON_TYPES, Record
 from narrowgauge.data.text import readable, reason, shown
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge import reading
 from narrowgauge.data.cache import Values
 from narrowgauge.errors import ConfigError
+from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading
 from narrowgauge.data.tables import JSON_TYPES, Record, chosen_columns
 from narrowgauge.data.text import shown
 from narrowgauge.errors import DataError, StorageError
+from narrowgauge.storage import reading
 
 WHOLE = reading.Kind(
     most_bytes=4 * reading.GIB,

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowgauge import reading
 from narrowgauge.data.text import USERS, lines, reason, shown, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
+from narrowgauge.storage import reading
 
 CONVENTIONAL_COLUMN = "text"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

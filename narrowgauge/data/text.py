@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from narrowgauge import reading
 from narrowgauge.errors import DataError, StorageError
+from narrowgauge.storage import reading
 
 # A file that the user names as data: of any size, since it is read in parts, and perhaps behind a link.
 USERS = reading.Kind(

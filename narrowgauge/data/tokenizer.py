@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from narrowgauge import reading
 from narrowgauge.data.cache import new_folder
 from narrowgauge.data.text import pieces, reason, shown
 from narrowgauge.errors import ConfigError, DataError, closest
+from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
     import tokenizers

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading
 from narrowgauge.diagnose.forms import Form, anything, either, listed, number, one_of, record, refuse, table, text
 from narrowgauge.errors import ConfigError
+from narrowgauge.storage import reading
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TEXT_KEYS = {

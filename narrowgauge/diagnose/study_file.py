@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.seeds import Margin
 from narrowgauge.errors import ConfigError
+from narrowgauge.storage import reading
 
 NAME = "study.json"
 

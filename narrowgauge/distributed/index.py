@@ -25,10 +25,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import manifest, reading
+from narrowgauge import manifest
 from narrowgauge.distributed import state_tree
 from narrowgauge.errors import CheckpointError
 from narrowgauge.manifest import DTYPES, FACTS, INDEX, Manifest
+from narrowgauge.storage import reading
 
 # Of one byte, and not held by safetensors.
 AS_BYTES = frozenset(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))

@@ -248,11 +248,12 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        x, carried, compiling = input, self.carried, is_compiling()
+        x, compiling = input, is_compiling()
         if not compiling:
             self.__dict__["called"] = True  # past torch's `__setattr__`, which takes a microsecond
             if self.frozen is not None:
-                self.frozen.check(self)
+                self.frozen.check(self)  # may drop the codes, which `carried` names then no longer
+        carried = self.carried
         if carried is not None:
             if not compiling:
                 if self.frozen is None:
@@ -356,7 +357,7 @@ class QLinear(nn.Linear):
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             () if steps is None or cache is None else steps.version(),
             None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
-            watches or self._keeps_x(plan, x.device), False, watches, shows_results,
+            watches or self._keeps_x(plan, x.device), False, watches, shows_results=shows_results,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

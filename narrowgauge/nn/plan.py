@@ -235,5 +235,5 @@ class LinearContext:
     keeps_x: bool = False
     keeps_w: bool = False
     watches: bool = False
-    w_casts: Any = None
     shows_results: bool = False
+    w_casts: Any = None

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge import reading
 from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp.build import BUILT, cache_folder, digest, is_whole
 from narrowgauge.ops.registry import constant_while_compiling
+from narrowgauge.storage import reading
 
 # No fused multiply-add where two roundings are written: the numbers are part of the contract.
 OPTIONS = ("--std=c++17", "--fmad=false")

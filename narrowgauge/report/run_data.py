@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading
 from narrowgauge.diagnose import format_text, left_out, lineage
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
+from narrowgauge.storage import reading
 
 CONFIG = reading.Kind(most_bytes=reading.MIB, step="Restore a copy of it, or remove it: the page does without.")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge import manifest, reading
+from narrowgauge import manifest
 from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
@@ -33,6 +33,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import carried
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.recipes import AUTO
+from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guarded, place
 from narrowgauge.train.config.settings import TrainConfig

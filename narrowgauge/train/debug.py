@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import narrowgauge
-from narrowgauge import manifest, reading, storage
+from narrowgauge import manifest, storage
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose import left_out
@@ -32,6 +32,7 @@ from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.report import ladder as page
+from narrowgauge.storage import reading
 from narrowgauge.train import place, stretch
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.loop import prepare

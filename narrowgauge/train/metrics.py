@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 from typing import IO, Any, Self
 
-from narrowgauge import reading, storage
+from narrowgauge import storage
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import ConfigError, StorageError
+from narrowgauge.storage import reading
 
 SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
 LOG = reading.Kind(

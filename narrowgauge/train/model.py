@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from narrowgauge import reading, recipes
+from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert, embeddings, products
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
@@ -29,6 +29,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import GEMMS, Recipe
+from narrowgauge.storage import reading
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Size, Tensor
 from transformers.utils import cached_file, logging
 
-from narrowgauge import reading, storage
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.storage import reading
 from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"

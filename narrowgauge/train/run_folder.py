@@ -14,10 +14,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, Self
 
-from narrowgauge import reading, storage
+from narrowgauge import storage
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import BusyError, ConfigError, StorageError
 from narrowgauge.manifest import STEP
+from narrowgauge.storage import reading
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 

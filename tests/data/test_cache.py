@@ -4,7 +4,6 @@ import errno
 import os
 import pickle
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,10 +199,10 @@ def test_a_disk_that_cannot_be_read_is_told(tmp_path, monkeypatch, before):
     if before == "an entry":
         make(tmp_path, SIDES)
 
-    def broken(path):
+    def broken(path, kind, flags):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Path, "read_bytes", broken)
+    monkeypatch.setattr("narrowgauge.storage.reading._descriptor", broken)
     with pytest.raises(StorageError, match=r"cannot use the cache .*: Input/output error"):
         make(tmp_path, SIDES)
 

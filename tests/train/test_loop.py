@@ -103,7 +103,7 @@ def test_run_json_follows_the_contract(full):
         "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
         "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks", "float32", "freed_memory",
-        "left_out", "embedding_codes",
+        "left_out", "embedding_codes", "trivial",
     }  # fmt: skip
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == ("fp8-delayed", "amp-bf16", 6, 64)
     assert {"name", "hidden_size", "layers", "heads", "vocab_size"} <= set(run["model"])

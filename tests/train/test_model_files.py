@@ -78,7 +78,7 @@ def test_an_index_that_names_something_else_than_safetensors_is_refused(folder, 
 def test_a_damaged_index_is_refused(folder, text):
     index(folder, {})
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError, match="is no index of weights"):
+    with pytest.raises(ConfigError, match=r"is no index of weights|is damaged: "):
         load(folder)
 
 

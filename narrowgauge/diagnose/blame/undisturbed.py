@@ -22,7 +22,9 @@ from narrowgauge.nn.amax_history import AmaxHistory, LayerState
 from narrowgauge.nn.linear import QLinear
 
 PutBack = Callable[[], Any]
-_OF_LAYER = ("_written", "step_ended", "_cache", "reads_last", "warned_of_ranks", "warned_of_eval")
+_OF_LAYER = (
+    "_step_watch", "step_ended", "_cache", "called", "suspects", "reads_last", "warned_of_ranks", "warned_of_eval",
+)  # fmt: skip
 _OF_WINDOW = ("_lineage", "_followed", "_was_seen")
 _OF_AGREEMENT = ("step", "micro_batch")
 

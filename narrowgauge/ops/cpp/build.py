@@ -24,9 +24,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge import reading
 from narrowgauge.errors import BackendError, StorageError
-from narrowgauge.storage import refuse_shared
+from narrowgauge.storage import reading, refuse_shared
 
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

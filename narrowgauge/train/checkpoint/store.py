@@ -30,9 +30,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import addresses, manifest, reading, storage
+from narrowgauge import addresses, manifest, storage
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
 from narrowgauge.manifest import FACTS, NAME, SHARD_BYTES, Manifest
+from narrowgauge.storage import reading
 
 LOWER_IS_BETTER = frozenset({"loss"})
 Tensors = dict[str, dict[str, Tensor]]

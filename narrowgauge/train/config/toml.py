@@ -21,8 +21,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.storage import reading
 from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfig, by_key, key_of
 

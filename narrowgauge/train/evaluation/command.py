@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from narrowgauge import reading, storage
+from narrowgauge import storage
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.format_text import duration, signed
 from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import encode, numbers
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import precision as precisions
+from narrowgauge.storage import reading
 from narrowgauge.train.config.settings import WRITING
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device, threads

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from narrowgauge import reading
 from narrowgauge.errors import ConfigError
+from narrowgauge.storage import reading
 
 TRUST = "Read the code, then pass --trust-task-code; or write the task without it."
 FILE = reading.Kind(most_bytes=reading.MIB, follow_links=True, step="Name a YAML file.")

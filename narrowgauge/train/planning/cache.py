@@ -17,8 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading
 from narrowgauge.errors import StorageError
+from narrowgauge.storage import reading
 from narrowgauge.train.config.settings import TrainConfig
 
 KEPT = 500  # entries; the oldest go first

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from narrowgauge import reading
 from narrowgauge.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -34,6 +33,7 @@ from narrowgauge.errors import (
     OutOfMemoryError,
     StorageError,
 )
+from narrowgauge.storage import reading
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.study import room
 from narrowgauge.train.study.plan import Job

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from narrowgauge import reading
 from narrowgauge.diagnose.forms import refuse
 from narrowgauge.diagnose.runs import EVENTS, METRICS, decode
 from narrowgauge.errors import ConfigError
+from narrowgauge.storage import reading
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.study.plan import Job
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import reading, recipes, storage
+from narrowgauge import recipes, storage
 from narrowgauge.diagnose import seeds_text
 from narrowgauge.diagnose.seeds import NOT_FINITE, Verdict
 from narrowgauge.errors import EXIT_CANNOT_TELL, ConfigError, OutOfMemoryError
 from narrowgauge.report import groups, several
 from narrowgauge.report.run_data import read_alone
+from narrowgauge.storage import reading
 from narrowgauge.train import loop
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import NO_RECIPE
