@@ -341,10 +341,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=("faults", "factors", "healthy"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="healthy ones")
+    parser.add_argument("--recipes", nargs="+", choices=OF_FACTORS, default=list(OF_FACTORS), help="of factors")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.only in (None, "factors"):
-        for recipe in OF_FACTORS:
+        for recipe in options.recipes:
             rows = list(factors(options.seed, (recipe,)))
             record("blame_faults", rows, RESULTS / "blame_faults.jsonl")
             right = sum(row["rank"] == 1 and row["is_suspect"] and row["right_role"] for row in rows)

@@ -61,7 +61,7 @@ class FusedModule(FusedForward):
         return self.compute((x, *(each for each in parameters if each is not None)), lambda: self.own(x))
 
     def reader(self) -> QLinear | None:
-        """The first layer that casts what it reads; None: nobody does, or somebody looks at the operands."""
+        """The first layer that casts what it reads; None: nobody does, or an observer needs their inputs."""
         for layer in self.readers:
             if isinstance(layer, QLinear) and refuse_reader(layer) is None:
                 return layer
@@ -227,9 +227,12 @@ class _Function(torch.autograd.Function):
         return None, None, None, None, None, *(each.value for each in made), *of_parameters
 
 
-def _is_observed(layer: QLinear) -> bool:
-    """By an observer that needs the layer's own casts. One without `keeps_inputs` takes the step as it is: its bits must not change."""
-    return layer.observer is not None and getattr(layer.observer, "keeps_inputs", True)
+def _is_watched(layer: QLinear) -> bool:
+    """Whether an observer needs x itself in backward (`nn.observer.ProductObserver`), which fused producers may not save.
+
+    Other observers are shown what the step computes with. A fused producer that refused them would change the bits of the step.
+    """
+    return hasattr(layer.observer, "multiplied") and getattr(layer.observer, "keeps_inputs", True)
 
 
 def refuse_reader(layer: QLinear) -> str | None:
@@ -240,8 +243,8 @@ def refuse_reader(layer: QLinear) -> str | None:
         return f"recipe {layer.recipe.name} does not cast its input"
     if layer.recipe.backward == "straight-through":
         return f"recipe {layer.recipe.name} works on the codes of a rotated or learned cast"
-    if _is_observed(layer):
-        return "somebody observes it"
+    if _is_watched(layer):
+        return "an observer needs its input in backward"
     if layer.shared_inputs is None:
         return "shares no inputs"
     rotates_what_it_keeps = layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
@@ -279,7 +282,7 @@ def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
     """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
-    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _is_observed(layer):
+    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _is_watched(layer):
         return None
     gy = layer.plan(layer.weight.device).gy
     if layer.shared_inputs is None or not layer.weight.requires_grad:

@@ -14,6 +14,7 @@ import pytest
 
 from narrowgauge.cli import main
 from narrowgauge.diagnose.runs import read_metrics
+from narrowgauge.errors import EXIT_CANNOT_TELL
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.study import runner
@@ -22,6 +23,7 @@ from tests.processes import ROOT, run_ok
 from tests.train import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a dozen processes that import torch, one after the other
+# One of the 128 targets that are evaluated weighs more than 0.25 % of the loss: such a study cannot tell.
 SETTINGS = {"steps": 60, "eval_every": 20, "checkpoint_every": 10}
 
 
@@ -70,7 +72,7 @@ def test_killed_and_stopped_studies_end_as_undisturbed_runs(file, tmp_path):
     wait_for(study, lambda event: event["event"] == "resume")  # its handlers stand long before
     second.send_signal(signal.SIGINT)
     assert second.wait() == 130
-    assert main(command(file, study)) == 0
+    assert main(command(file, study)) == EXIT_CANNOT_TELL
     folder, alone = study / "fp8-current-seed0", tmp_path / "alone"
     assert any(event["event"] == "resume" for event in read_metrics(folder / "metrics.jsonl"))
     run_ok([sys.executable, "-m", "narrowgauge", "train", folder / "asked.toml", f"--output={alone}"])
@@ -83,12 +85,13 @@ def test_killed_and_stopped_studies_end_as_undisturbed_runs(file, tmp_path):
 
 def test_a_finished_study_trains_nothing_and_one_seed_more_trains_that(file, tmp_path):
     study = tmp_path / "study"
-    assert main(command(file, study)) == 0
+    assert main(command(file, study)) == EXIT_CANNOT_TELL
     before = {path: path.stat().st_mtime_ns for path in study.glob("*-seed*/metrics.jsonl")}
     config = replace(toml.load(file), resume=False)
     asked = Study(config=config, recipes=("bf16", "fp8-current"), seeds=(0, 1, 2), output=study, margin="5%")
     result = runner.run(asked)
-    assert result.exit_code == 0 and [verdict.seeds for verdict in result.verdicts] == [(0, 1, 2)]
+    assert result.exit_code in (0, EXIT_CANNOT_TELL)  # by what three seeds of so short runs show of the control
+    assert [verdict.seeds for verdict in result.verdicts] == [(0, 1, 2)]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     facts = json.loads((study / "study.json").read_text())
     assert facts["looks"] == [2, 3] and facts["margins"] == ["0.25%", "5%"]
@@ -99,7 +102,7 @@ def test_a_finished_study_trains_nothing_and_one_seed_more_trains_that(file, tmp
 def test_data_that_have_changed_are_refused(own_text, tmp_path):
     file, study = tmp_path / "settings.toml", tmp_path / "study"
     file.write_text(toml.dump(tiny.settings(own_text, tmp_path / "none", steps=2)), encoding="utf-8")
-    assert main(command(file, study)) == 0
+    assert main(command(file, study)) == EXIT_CANNOT_TELL
     (Path(own_text) / "more.txt").write_text("Another document.\n" * 40, encoding="utf-8")
     assert main(command(file, study, seeds=3)) == 3
     assert not (study / "bf16-seed2").exists()
