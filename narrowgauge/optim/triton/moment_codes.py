@@ -116,8 +116,9 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         x = tl.where((integer & 0x80) > 0, negated(x), x)
     elif M.kind == TAPERED8:
         integer = codes.to(tl.int32)
-        distance = number_of((TOP_CODE - integer) << SHIFT).to(tl.int32)
-        x = tl.where(integer > 0, number_of(DISTANCE - distance), 0.0) * _read_scale(scale)
+        # A constexpr on the left of a tensor stays a constexpr in Triton's interpreter, which has no `to`.
+        distance = number_of((0 - integer + TOP_CODE) << SHIFT).to(tl.int32)
+        x = tl.where(integer > 0, number_of(0 - distance + DISTANCE), 0.0) * _read_scale(scale)
     elif M.kind == LINEAR4:
         wide = _read_scale(scale)
         x = (codes.to(tl.float32) + 1.0) * (wide * 0.0625)
@@ -167,8 +168,8 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
             size += tl.where(decays, 0, 1 << 20)
         codes = tl.maximum((size >> 21) - BELOW, 0) | (((bits_of(x) >> 31) & 1) << 7)
     elif M.kind == TAPERED8:
-        distance = (DISTANCE - bits_of(x * inverse)).to(tl.float32)
-        codes = TOP_CODE - ((bits_of(distance) + ((0xFFFF - noise) * 2 + 1)) >> SHIFT)
+        distance = (0 - bits_of(x * inverse) + DISTANCE).to(tl.float32)
+        codes = 0 - ((bits_of(distance) + ((0xFFFF - noise) * 2 + 1)) >> SHIFT) + TOP_CODE
         codes = tl.maximum(codes, (x > 0).to(tl.int32))
     elif M.kind == LINEAR4:
         codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
