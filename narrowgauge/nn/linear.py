@@ -17,7 +17,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, SharedInputs
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
@@ -27,6 +26,7 @@ from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.amax_history import AmaxHistory
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
     from narrowgauge.nn.sharded import Locals
@@ -162,6 +162,8 @@ class QLinear(nn.Linear):
             windows, steps, samples = recipe.windows(), recipe.steps(), recipe.samples()
         self.scaling = self.sampling = None
         if windows:
+            from narrowgauge.nn.amax_history import AmaxHistory
+
             self.scaling = nn.ModuleDict({role: AmaxHistory(each, device) for role, (each, _) in windows.items()})
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()

@@ -27,8 +27,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.nn.amax_history import roll_history
-
 QLinear = Any  # nn.linear imports this
 _LAYERS: weakref.WeakSet[QLinear] = weakref.WeakSet()
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -88,7 +86,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
+    if windows := [each for layer in layers for each in (layer.scaling or {}).values()]:
+        from narrowgauge.nn.amax_history import roll_history
+
+        roll_history(windows)
 
 
 @torch.no_grad()
