@@ -104,7 +104,8 @@ class QLinear(nn.Linear):
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.frozen: Any = None  # the weight as codes, if it was frozen as such (nn.frozen.FrozenWeight)
-        self.warned_of_ranks = self.warned_of_eval = False
+        self.warned_of_ranks = self.warned_of_eval = self.warned_of_float16 = False
+        self.float16_steps = 0
         self.weight_codes: WeightCodes = "auto"  # see `recasts`
         self.reads_last = False  # whether nobody read its last input after it
         self.called = self.bypassed = False  # in this step; whether its weight is multiplied without it (nn.reached)

@@ -115,6 +115,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if ended:
         names = {each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())}
         end_steps(names, alone)  # of a model that is cut, other ranks hold the others
+    if any((weight := each._parameters.get("weight")) is not None and weight.dtype == torch.float16 for each in ended):
+        from narrowgauge.nn.step_warnings import warn_of_float16
+
+        warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)
     for layer in ended:
         layer.step_ended = True
     from narrowgauge.nn.wide_copies import end_step
