@@ -17,7 +17,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import NUMBERS, InputCasts, SharedInputs
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts
@@ -27,6 +26,7 @@ from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.amax_history import AmaxHistory
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
     from narrowgauge.nn.sharded import Locals
@@ -104,7 +104,8 @@ class QLinear(nn.Linear):
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.frozen: Any = None  # the weight as codes, if it was frozen as such (nn.frozen.FrozenWeight)
-        self.warned_of_ranks = self.warned_of_eval = False
+        self.warned_of_ranks = self.warned_of_eval = self.warned_of_float16 = False
+        self.float16_steps = 0
         self.weight_codes: WeightCodes = "auto"  # see `recasts`
         self.reads_last = False  # whether nobody read its last input after it
         self.called = self.bypassed = False  # in this step; whether its weight is multiplied without it (nn.reached)
@@ -162,6 +163,8 @@ class QLinear(nn.Linear):
             windows, steps, samples = recipe.windows(), recipe.steps(), recipe.samples()
         self.scaling = self.sampling = None
         if windows:
+            from narrowgauge.nn.amax_history import AmaxHistory
+
             self.scaling = nn.ModuleDict({role: AmaxHistory(each, device) for role, (each, _) in windows.items()})
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()

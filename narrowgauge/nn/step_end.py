@@ -27,8 +27,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.nn.amax_history import roll_history
-
 QLinear = Any  # nn.linear imports this
 _LAYERS: weakref.WeakSet[QLinear] = weakref.WeakSet()
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -88,7 +86,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
+    if windows := [each for layer in layers for each in (layer.scaling or {}).values()]:
+        from narrowgauge.nn.amax_history import roll_history
+
+        roll_history(windows)
 
 
 @torch.no_grad()
@@ -114,6 +115,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if ended:
         names = {each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())}
         end_steps(names, alone)  # of a model that is cut, other ranks hold the others
+    if any((weight := each._parameters.get("weight")) is not None and weight.dtype == torch.float16 for each in ended):
+        from narrowgauge.nn.step_warnings import warn_of_float16
+
+        warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)
     for layer in ended:
         layer.step_ended = True
     from narrowgauge.nn.wide_copies import end_step

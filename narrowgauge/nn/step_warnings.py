@@ -1,6 +1,7 @@
 """Warnings about a training loop at the end of a step, once each.
 
-Ranks that do not agree, training in eval mode, steps that nothing ends, weights that were written behind their casts.
+Ranks that do not agree, training in eval mode, steps that nothing ends, weights that were written behind their casts,
+gradients that float16 does not hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.nn.linear_state import added, words
 
 
@@ -77,3 +79,55 @@ def warn_of_no_advance(layer: Any, steps: int) -> None:
         f"{words(added(layer))} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
         stacklevel=4,
     )
+
+
+def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) -> None:
+    """Once per layer: float16 weights are stepped by float16 gradients that no loss scale keeps in range.
+
+    torch's GradScaler refuses float16 gradients, except for fused optimizers, which hold `grad_scale` during such a step.
+    Runs that scale the loss by hand are judged by their gradients. Reads them, a copy to the host per layer, at the
+    layer's steps 1, 2, 4, 8 and so on.
+    """
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return
+    found = []
+    for layer, name in layers.items():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.dtype != torch.float16 or weight.grad is None or layer.recipe is None:
+            continue
+        if weight.grad.dtype != torch.float16 or layer.warned_of_float16:
+            continue
+        layer.float16_steps += 1
+        if layer.float16_steps & (layer.float16_steps - 1) == 0 and (why := _outside_float16(weight.grad)):
+            found.append((layer, name, why))
+    for layer, _, _ in found:
+        layer.warned_of_float16 = True
+    if found:
+        layer, name, why = found[0]
+        warnings.warn(
+            f"{layer.recipe.name}: {type(optimizer).__name__} stepped the float16 weights of {len(found)} layers with float16 "
+            f"gradients and no loss scale. In the first, {name!r}, {why}. Keep the weights in float32 and train under "
+            "torch.autocast with torch.amp.GradScaler, use bfloat16, or call narrowgauge.optim.float16_weights(model), whose "
+            "gradients are bfloat16.",
+            stacklevel=4,
+        )
+
+
+def _outside_float16(gradient: Any) -> str:
+    """A clause on a gradient that float16 does not hold; '' if most of it lies among float16's normal numbers, or is zero."""
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    if not gradient.numel() or not holds_numbers(gradient):
+        return ""
+    if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
+        return ""
+    size, smallest = gradient.abs(), torch.finfo(torch.float16).smallest_normal
+    counts = torch.stack([(~size.isfinite()).sum(), (size > 0).sum(), ((size > 0) & (size < smallest)).sum()])
+    wild, other, small = counts.tolist()
+    if wild:
+        return f"{wild:,} of {gradient.numel():,} gradients are not finite"
+    if not other:
+        return f"all {gradient.numel():,} gradients are 0, as are magnitudes below 3e-8 in float16"
+    if 2 * small > other:
+        return f"{small:,} of {other:,} gradients that are not 0 are below {smallest:.1e}, where float16 loses digits"
+    return ""

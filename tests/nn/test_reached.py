@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import sys
 import warnings
 
 import pytest
@@ -31,6 +32,13 @@ SKIPS = {
     "evaluation alone": lambda x, layer: x if torch.is_grad_enabled() else layer(x),
     "every other time": lambda x, layer: layer(x) if random.random() < 0.3 else x,
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled() -> None:
+    """Where earlier tests of this process compiled anything, nothing is told (`reached.has_compiled`)."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.counters["frames"].clear()
 
 
 class Model(nn.Module):

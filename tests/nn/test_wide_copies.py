@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.ops.registry import Device
+from narrowgauge.plan import Step, count
 
 
 class Model(nn.Module):
@@ -68,3 +70,22 @@ def test_what_is_no_reference_is_not_told() -> None:
 def test_a_copy_of_the_converted_model_has_its_recipes(recipe: str) -> None:
     policy = ng.convert(Model(), recipe)
     assert not told(policy, copy.deepcopy(policy))
+
+
+def test_a_copy_beside_a_model_that_is_counted_is_not_compared() -> None:
+    """The search reads all of the process's models, and what is counted has no numbers."""
+
+    def build() -> Step:
+        wide = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        model = ng.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "fp8-current")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.zeros(4, 16)
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            ng.advance(model)
+
+        return Step(model, lambda: model(x).sum(), update, list, (x, wide))
+
+    assert count(build, Device("cpu")).trace.allocations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +25,22 @@ from narrowgauge.ops.hadamard import Codes, encode, hadamard_matrix, rotate, rot
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.ops.triton import cast_constants, refuse_tensors
-from narrowgauge.ops.triton.launch import Matrix, launch
+from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
 from narrowgauge.recipe import Cast, Hadamard
 
 SMALLEST_ORDER = 16  # what tensor cores contract: a NaN would reach the blocks that share a product with its own
 LARGEST_ORDER = 64  # a matrix of 128 leaves too few registers for float32 cut in three
 # 128 columns are runs of 256 bytes in 16 bits; 32 rows of them are 32 elements for each of 128 threads. Not measured yet on a GPU.
 ROWS, COLUMNS, WARPS = 32, 128, 4
+triton_kernel = Kernels("narrowgauge.ops.hadamard.triton_kernel")
+
+
+class Outputs(NamedTuple):
+    """codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8; packed, bits None: not written."""
+
+    codes: Any
+    packed: Any
+    bits: Any
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,6 @@ def in_triton(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> Codes:
     """See the module."""
-    from narrowgauge.ops.hadamard import triton_kernel
-
     x = x.detach() if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
     rows, columns = x.shape
     whole = rotated_length(columns, hadamard)
@@ -69,7 +77,7 @@ def in_triton(
         return torch.empty(rows, -(-whole // per_byte), dtype=torch.uint8, device=x.device)
 
     capability = device_facts(x.device.type, x.device.index).capability
-    out = triton_kernel.Outputs(output(1), output(2) if packed else None, output(8) if bits else None)
+    out = Outputs(output(1), output(2) if packed else None, output(8) if bits else None)
     launch(
         triton_kernel.rotate_and_encode, -(-rows // ROWS) * -(-whole // COLUMNS), Matrix.of(x), signs, scale, out, whole,
         C=cast_constants.constants_of(Cast(format=format), capability), ORDER=hadamard.block,

@@ -10,8 +10,6 @@ exact; else the two differ by the order of summation.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -52,20 +50,12 @@ def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr)
     return total * (ORDER**-0.5)
 
 
-class Outputs(NamedTuple):
-    """codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8; packed, bits None: not written."""
-
-    codes: Any
-    packed: Any
-    bits: Any
-
-
 @triton.jit
 def rotate_and_encode(
     x, signs, scale, out, whole,
     C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x, a `Matrix` -> `Outputs` out. signs [whole] float32 or None; scale [1] float32; whole: columns in whole blocks of ORDER."""
+    """x: a `Matrix`; out: `encoding.Outputs`; signs [whole] float32 or None; scale [1] float32; whole: columns in whole blocks of ORDER."""
     down, across = place_of_program(whole, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     if signs is not None:

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.ops.norm_act import triton_kernel, triton_turned
+from narrowgauge.addresses import dry_run_on
 from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Given, Kept, Kind, Requests, Statistics
 from narrowgauge.ops.quantize import triton_launch as quantizing
-from narrowgauge.ops.quantize import triton_transpose
-from narrowgauge.ops.quantize.triton_launch import Output
+from narrowgauge.ops.quantize.triton_launch import Output, triton_transpose
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
-from narrowgauge.ops.triton.launch import Matrix, launch
+from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
+
+triton_kernel = Kernels("narrowgauge.ops.norm_act.triton_kernel")
+triton_turned = Kernels("narrowgauge.ops.norm_act.triton_turned")
 
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
@@ -38,7 +39,6 @@ HALF = 4, 512  # where two gradients are computed
 RUN = {TALL: 256, WIDE: 1024, HALF: 1024}  # columns that a program of an activation takes
 SETTLED = 32, 128  # a piece of a tensor that is cast once more, see `settle_both`
 TURNED = 32, 64  # a piece of a norm whose codes of y.T are read: 32 of them side by side
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
 REGISTERS = 80  # of a thread at most, on 9.x: three programs of WARPS share the 65,536 of a multiprocessor; on 8.9 it would spill
 
@@ -161,7 +161,16 @@ def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tup
     constants, block = None, 1
     if isinstance(first, Kept):
         constants, block = _constants(first.codes.cast, inputs[0]), first.codes.cast.tile[1]
-    return inputs, scales, Reading(DTYPES[first.dtype], kind.wide, constants, block)
+    return inputs, scales, Reading(_triton_type(first.dtype), kind.wide, constants, block)
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    """tl.float32 of torch.float32; in a dry run, which compiles nothing, dtype itself."""
+    if dry_run_on() is not None:
+        return dtype
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
 def _constants(cast: Cast, x: Tensor) -> CastConstants:

@@ -28,16 +28,18 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on
-from narrowgauge.ops.quantize import triton_block, triton_transpose
 from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import AmaxState, Matrix, Orientation, launch, zeros_left_zero
+from narrowgauge.ops.triton.launch import AmaxState, Kernels, Matrix, Orientation, launch, zeros_left_zero
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
+
+triton_block = Kernels("narrowgauge.ops.quantize.triton_block")
+triton_transpose = Kernels("narrowgauge.ops.quantize.triton_transpose")
 
 RUN, RUN_WARPS = 4096, 4
 SQUARE, SQUARE_WARPS = 64, 8

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +28,23 @@ from torch import Tensor
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
 from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.ops.triton import refuse_tensors
+from narrowgauge.ops.triton.launch import Kernels, launch
 
 LONGEST_HEAD = 512
 ELEMENTS, WARPS = 1024, 4  # of each half at a time, 16 numbers per thread: 48 registers. Not measured yet on a GPU.
+triton_kernel = Kernels("narrowgauge.ops.rotary.triton_kernel")
 
 Pair = tuple[Tensor, Tensor]
 Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+class Strided(NamedTuple):
+    """data [batch, heads, tokens, 2 HALF] with its strides in elements; of angles, [batch, tokens, 2 HALF], head is 0."""
+
+    data: Any
+    batch: Any
+    head: Any
+    token: Any
 
 
 @dataclass(frozen=True)
@@ -76,9 +88,6 @@ def refuse(spec: Spec) -> Refusal | None:
 
 def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
     """See the module."""
-    from narrowgauge.ops.rotary.triton_kernel import Strided, rotary
-    from narrowgauge.ops.triton.launch import launch
-
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     results = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     batch, heads, tokens, head = q.shape
@@ -86,7 +95,7 @@ def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, in
     inputs, outputs = (tuple(Strided(x, *x.stride()[:3]) for x in pair) for pair in ((q, k), results))
     angles = tuple(Strided(x, 0 if x.shape[0] == 1 else x.stride(0), 0, x.stride(1)) for x in (cos, sin))
     launch(
-        rotary, batch * tokens, inputs, outputs, angles, (heads, k.shape[1]), tokens, HALF=head // 2, INVERSE=inverse,
+        triton_kernel.rotary, batch * tokens, inputs, outputs, angles, (heads, k.shape[1]), tokens, HALF=head // 2, INVERSE=inverse,
         HEADS=max(ELEMENTS // width, 1), WIDTH=width, warps=WARPS,
     )  # fmt: skip
     return results

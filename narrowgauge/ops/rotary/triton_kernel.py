@@ -10,26 +10,15 @@ x1, x2 are the halves of a head; each product is rounded to y's type before they
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 
 
-class Strided(NamedTuple):
-    """data [batch, heads, tokens, 2 HALF] with its strides in elements; of angles, [batch, tokens, 2 HALF], head is 0."""
-
-    data: Any
-    batch: Any
-    head: Any
-    token: Any
-
-
 @triton.jit
 def _halves(x, batch, head, token, place, mask, HALF: tl.constexpr):
-    """Both halves of a head of the `Strided` x, float32 in the shape of mask."""
+    """Both halves of a head of the `rotary.Strided` x, float32 in the shape of mask."""
     first = x.data + batch * x.batch + token * x.token + head * x.head + place
     x1 = tl.load(first, mask=mask, other=0.0).to(tl.float32)
     return x1, tl.load(first + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -40,7 +29,7 @@ def rotary(
     inputs, outputs, angles, heads, tokens,
     HALF: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """inputs, outputs: (q, k), angles: (cos, sin), all `Strided`; heads: numbers of q's and k's. WIDTH: a power of two >= HALF."""
+    """inputs, outputs: (q, k), angles: (cos, sin), all `rotary.Strided`; heads: numbers of q's and k's. WIDTH: a power of two >= HALF."""
     program = tl.program_id(0).to(tl.int64)
     batch, token = program // tokens, program % tokens
     place = tl.arange(0, WIDTH)[None, :]

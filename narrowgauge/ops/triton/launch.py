@@ -6,8 +6,10 @@ so a kernel asks `codes is not None` where a flag would say the same twice.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,28 @@ from torch import Tensor
 
 from narrowgauge.addresses import cached, dry_run_on, refuse_wrappers, tell_launch
 from narrowgauge.ops.triton.replay import RECORDING
+
+
+class KernelName:
+    """The name of a kernel, for a dry run, which counts it instead of launching it."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__module__, self.__name__ = module, name
+
+
+class Kernels:
+    """The kernels of a module that imports Triton, as attributes. The module is imported at the first one that is launched.
+
+    In a dry run, which launches none, an attribute is the `KernelName`: memory is counted without Triton too.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if dry_run_on() is not None:
+            return KernelName(self.module, name)
+        return getattr(sys.modules.get(self.module) or import_module(self.module), name)
 
 
 class Matrix(NamedTuple):

@@ -30,13 +30,15 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
-from narrowgauge.ops.triton.launch import launch
+from narrowgauge.ops.triton.launch import Kernels, launch
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
 from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import Window
+
+kernel = Kernels("narrowgauge.optim.triton.kernel")
 
 ELEMENTS, WARPS = 2048, 4
 EXPANDING_ELEMENTS = 1024
@@ -195,8 +197,6 @@ class Batch:
 
     def launch(self, step_args: Tensor, left_out: Tensor | None = None) -> None:
         """The step itself; step_args int64 on the device, the numbers of `step_args()` from the last head on. left_out: see the kernel."""
-        from narrowgauge.optim.triton import kernel
-
         form, count = self.form, len(self.param_steps)
         if form.casts:
             launch(kernel.foresee, count, self.table, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
