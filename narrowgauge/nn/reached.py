@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from narrowgauge.recipe import Recipe
+
 PATIENCE, WATCHED = 3, 3
 PRODUCTS = frozenset(
     (
@@ -54,7 +56,7 @@ def end_step(layers: dict[QLinear, str]) -> None:
     bypassed = []
     for layer in own:
         facts = layer.__dict__
-        if facts["called"] or not others or layer.recipe is None or layer.is_suspended:
+        if facts["called"] or not others or layer.recipe is None or layer.is_suspended or _casts_nothing(layer.recipe):
             facts["called"], facts["missed"] = False, 0 if facts["called"] else facts["missed"]
             if facts["watch"] is not None:
                 _stop(layer)
@@ -69,6 +71,11 @@ def end_step(layers: dict[QLinear, str]) -> None:
             _stop(layer)
     if bypassed:
         _warn(bypassed, layers, others)
+
+
+def _casts_nothing(recipe: Recipe) -> bool:
+    """Recipe `bf16`: a loss that multiplies the output head's weight itself (`memory.chunked_cross_entropy`) loses nothing."""
+    return all(gemm.lhs is None and gemm.rhs is None for gemm in recipe.gemms().values())
 
 
 def _warn(bypassed: list[QLinear], names: dict[QLinear, str], others: int) -> None:

@@ -103,6 +103,12 @@ def test_nothing_is_told_of_suspended_layers_nor_before_there_is_evidence() -> N
     assert not trained(model, 2 * WATCHED, frozen=False)
 
 
+def test_nothing_is_told_of_a_recipe_that_casts_nothing() -> None:
+    """`narrowgauge train` gives `bf16` to an output head whose weight the chunked loss multiplies."""
+    model = ng.convert(Model(READS["F.linear"]), {"first": "fp8-current", "second": "bf16"})
+    assert not trained(model, 12, frozen=False)
+
+
 def test_while_it_is_watched_a_model_is_copied_and_saved_as_ever() -> None:
     model = ng.convert(Model(READS["F.linear"]), "fp8-current")
     trained(model, PATIENCE, frozen=True)
