@@ -30,8 +30,10 @@ from narrowgauge.storage import flush, locked, publish, reading, storage, sweep,
 
 FORMAT = 2  # of the files; part of the key
 INDEX = "index.json"
-ENTRY = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Remove it")
-ARRAY = reading.Kind(most_bytes=2**62, error=StorageError, step="Remove it")  # the index lists its size
+ENTRY = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Check the disk, or remove it.")
+ARRAY = reading.Kind(
+    most_bytes=2**62, error=StorageError, step="Check the disk, or remove it."
+)  # the index lists its size
 ARRAY_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")  # no path leaves the entry's folder
 Values = np.ndarray[Any, np.dtype[Any]]
 Append = Callable[[str, Values], None]  # append(array name, values)
@@ -214,11 +216,11 @@ def _verify(path: Path, held: Mapping[str, Any]) -> None:
         raise _damage(error) from None
 
 
-def _damage(error: StorageError) -> Damaged:
-    """The refusal of a file as damage. An error of the disk is raised instead: nothing is known of the file."""
+def _damage(error: StorageError) -> Exception:
+    """The refusal of a file as damage. An error of the disk stays as it is: nothing is known of the file then."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOENT):
-        raise cause
+        return error
     return Damaged(str(error).rstrip(". "))
 
 

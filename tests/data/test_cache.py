@@ -203,7 +203,7 @@ def test_a_disk_that_cannot_be_read_is_told(tmp_path, monkeypatch, before):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("narrowgauge.storage.reading._descriptor", broken)
-    with pytest.raises(StorageError, match=r"cannot use the cache .*: Input/output error"):
+    with pytest.raises(StorageError, match=r"cannot be read: Input/output error"):
         make(tmp_path, SIDES)
 
 
