@@ -110,3 +110,13 @@ def test_rotated_rows_are_cast_in_pieces_to_the_same_codes(small_pieces, cast):
     assert_same(piecewise.data, whole.data)
     assert_same(piecewise.scale, whole.scale)
     assert_same(piecewise.values(), whole.values())
+
+
+@pytest.mark.parametrize(("rows", "together"), [(61, 1), (5000, 1), (5000, 64), (20_000, 7)])
+def test_a_large_tensor_has_larger_pieces_and_not_more(small_pieces, rows, together):
+    """exact"""
+    small_pieces(True)
+    slices = pieces.cuts(torch.empty(rows, 70), together)
+    assert 1 < len(slices) <= pieces.MOST_PIECES
+    assert [each.start for each in slices] == [0, *(each.stop for each in slices[:-1])] and slices[-1].stop == rows
+    assert all((each.stop - each.start) % together == 0 for each in slices[:-1])

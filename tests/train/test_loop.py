@@ -386,7 +386,7 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
         cwd=ROOT, capture_output=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "narrowgauge: compile = true: torch.compile needs a C++ compiler on cpu, and there is none." in done.stderr
+    assert "narrowgauge: --compile true: torch.compile needs a C++ compiler on cpu, and there is none." in done.stderr
 
 
 @pytest.mark.slow

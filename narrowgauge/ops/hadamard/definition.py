@@ -59,44 +59,47 @@ def fixed_signs(block: int, device: torch.device) -> Tensor:
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
     """See `ops.hadamard`. On a GPU piece by piece in the memory of the result, with the same bits."""
     slices, filled = cuts(x), -x.shape[1] % block
+    matrix = hadamard_matrix(block, x.device)
     if len(slices) == 1:
-        return _rotated(x, block, signs, filled)
+        return _rotated(x, matrix, signs, filled)
     out = x.new_empty(x.shape[0], x.shape[1] + filled, dtype=torch.float32)
     for each in slices:
-        out[each] = _rotated(x[each], block, signs, filled)
+        out[each] = _rotated(x[each], matrix, signs, filled)
     return out
 
 
-def _rotated(x: Tensor, block: int, signs: Tensor | None, filled: int) -> Tensor:
+def _rotated(x: Tensor, matrix: Tensor, signs: Tensor | None, filled: int) -> Tensor:
     """See `rotate`. filled: columns of zeros that make the blocks whole."""
     full = torch.nn.functional.pad(x.to(torch.float32), (0, filled))
-    return _times_hadamard(full if signs is None else full * signs, block)
+    return _times_hadamard(full if signs is None else full * signs, matrix)
 
 
 def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
     """See `ops.hadamard`. On a GPU piece by piece, with the same bits."""
     slices = cuts(y)
+    matrix = None if block == 1 else hadamard_matrix(block, y.device)
     if len(slices) == 1:
-        return _unrotated(y, block, inner, signs, bits)
+        return _unrotated(y, matrix, inner, signs, bits)
     out = y.new_empty(y.shape[0], inner, dtype=torch.float32)
     for each in slices:
-        out[each] = _unrotated(y[each], block, inner, signs, None if bits is None else bits[each])
+        out[each] = _unrotated(y[each], matrix, inner, signs, None if bits is None else bits[each])
     return out
 
 
-def _unrotated(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+def _unrotated(y: Tensor, matrix: Tensor | None, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+    """See `unrotate`. matrix: None where the signs alone are undone."""
     full = y.to(torch.float32)
     full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
-    full = full if block == 1 else _times_hadamard(full, block)
+    full = full if matrix is None else _times_hadamard(full, matrix)
     return (full if signs is None else full * signs)[:, :inner]
 
 
-def _times_hadamard(x: Tensor, block: int) -> Tensor:
-    """x [outer, whole blocks] times BlockDiag(H); float32 under autocast too."""
+def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [outer, whole blocks] times BlockDiag(matrix); float32 under autocast too."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
-            return _times_hadamard(x, block)
-    turned = torch.mm(x.reshape(-1, block), hadamard_matrix(block, x.device))
+            return _times_hadamard(x, matrix)
+    turned = torch.mm(x.reshape(-1, len(matrix)), matrix)
     return turned.reshape(x.shape)
 
 
