@@ -361,8 +361,7 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # a class of other code, for example torch's parametrization
         return
-    # Attributes that QLinear._become sets. nn.Linear must not keep them: `describe` reads `reason`,
-    # and copies would carry caches.
+    # The attributes that QLinear._become sets; a new one belongs in both lists.
     own = (
         "observer is_suspended reason decision _cache precast shared_inputs peers _step_watch step_ended _recipe _plans gathered frozen "
         "suspects weight_codes reads_last warned_of_ranks warned_of_eval called bypassed missed watch"

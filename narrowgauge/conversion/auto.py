@@ -1,4 +1,6 @@
-"""recipe="auto": the fastest recipe for each Linear's sizes on this device, bfloat16 included.
+"""recipe="auto": the fastest recipe for each Linear's sizes on this device.
+
+No layer becomes slower than in bfloat16, which is a candidate.
 
     tokens M, in K, out N  ->  seconds of forward and backward with all casts, per candidate  ->
                            the fastest
@@ -6,8 +8,8 @@
 Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least accurate: with
 fewer elements per scale, fewer elements underflow. Of the candidates within 2 % of the fastest, the
 most accurate wins. Recipes that the device would emulate are excluded, since emulation multiplies
-in bfloat16 and casts in addition. Delayed scaling is excluded, since its state needs the user's
-consent.
+in bfloat16 and casts in addition. Delayed scaling is excluded: it has state, which users have to
+ask for.
 
     measured         now, on a CUDA device (measure.py): half a second per candidate, more if
                      compiled

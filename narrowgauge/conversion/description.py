@@ -203,7 +203,7 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
     if gemm.lhs is None or gemm.rhs is None:
         in_float32 = how.expand == torch.float32
         return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
-    # Only kernels that come before the chosen one in the order of preference.
+    # `relevant` leaves out kernels that are made for other operands.
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in how.choice.relevant)
     if how.expand is None:
         return f"{how.choice.kernel.name} ({reasons})" if reasons else how.choice.kernel.name
@@ -252,5 +252,5 @@ def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
             if product in layer.sampling.settings:
                 does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
                 known = Note(f"{does} (sampling adds ", " relative variance)", (variance,))
-                # UNREAD in an averaged copy (EMA) becomes smaller, but stays far above any reading.
+                # An average of models (EMA) may mix UNREAD with readings.
                 yield known if variance < UNREAD / 2**32 else Note(f"{does} so far")

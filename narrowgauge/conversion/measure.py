@@ -169,7 +169,6 @@ def interleaved(
     steps: dict[str, Step], clock: Clock, rounds: int = ROUNDS, slice_s: float = SLICE_S
 ) -> dict[str, float]:
     """Candidate -> median seconds per step."""
-    # At least 3 steps per slice, so that one launch delay does not dominate a large layer's time.
     counts = {name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6)))) for name, run in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):

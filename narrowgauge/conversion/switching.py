@@ -116,8 +116,8 @@ def widened(
     shared: dict[tuple[Recipe, Recipe], Recipe] = {}  # equal layers share one Recipe object
     changes = {}
     for name in named:
-        goal = recipes.BF16 if name in wide else target
         # A policy of the target (`wide_blocks`) keeps some blocks in bf16, as in `convert`.
+        goal = recipes.BF16 if name in wide else target
         pair = (now[name], goal)
         mixed = shared.setdefault(pair, _mixed(*pair, chosen))
         if mixed.gemms() != now[name].gemms():
