@@ -13,9 +13,9 @@ Output heads and routers (see KEPT) keep their precision unless the last part of
 them in letters: their errors go straight into the loss or flip a discrete choice. Embeddings and
 norms are no Linears and are unchanged; `embeddings` quantizes looked-up rows.
 
-Blocks that the recipe keeps in high precision (`wide_blocks`) become bf16, unless the pattern that
-applies to a layer spells out the block's number ("layers.11.*", "layers.10-11.*",
-"layers.[0-9]*.*").
+Blocks that the recipe keeps in high precision (`wide_blocks`) become bf16,
+unless the pattern that applies to a layer spells out the block's number
+("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def convert(
     embeddings    "int4" or "int8": rows of every nn.Embedding are quantized with a learned step
                   (nn/embedding.py); active until recipe is None
 
-    A second call replaces the recipes of the layers that its patterns match, and leaves the others.
-    Raises ConfigError if a pattern matches nothing, with the closest names, and if no layer at all
-    could be converted.
+    A second call replaces the recipes of the layers that its patterns match,
+    and leaves the others. Raises ConfigError if a pattern matches nothing,
+    with the closest names, and if no layer at all could be converted.
     """
     require_module(model, "convert")
     if weight_codes not in get_args(WeightCodes):
@@ -113,8 +113,8 @@ def convert(
     if embeddings is not None:
         check_embeddings(model, embeddings)
     if recipe is None:
-        # Check every layer before the first one changes, so that an error leaves the model as it
-        # was.
+        # Check every layer before the first one changes, so that an error
+        # leaves the model as it was.
         for _, quantized in _quantized(model):
             quantized.refuse(None)
         for _, quantized in _quantized(model):
@@ -158,8 +158,8 @@ def convert(
         given[name] = composed(own, parts, name) if parts else own, reason, None
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
-            # On a GPU bf16 is nn.Linear. On a CPU without bfloat16 instructions the recipe is
-            # faster.
+            # On a GPU bf16 is nn.Linear. On a CPU without bfloat16
+            # instructions the recipe is faster.
             as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
             given[name] = None if as_it_is else recipes.get(decision.recipe), "", decision
     # Check every layer before the first one changes, so that an error leaves the model as it was.
@@ -174,8 +174,8 @@ def convert(
             quantized.reason, quantized.decision, quantized.weight_codes = reason, made, weight_codes
         else:
             layer.__dict__[LEFT_BY] = reason  # for `describe`
-    # One cache for the whole model, layers of an earlier call included: q, k and v then share the
-    # casts of their input.
+    # One cache for the whole model, layers of an earlier call included: q,
+    # k and v then share the casts of their input.
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.shared_inputs = shared
@@ -324,10 +324,10 @@ def advance(model: nn.Module) -> None:
     visible in the loop. The call is required if no such optimizer steps: weights written by hand, a
     step traced by torch.compile, steps inside a backward pass.
 
-    Each weight is cast once per step in eager mode and reused over micro-batches; before the first
-    step it is cast at each forward pass. No host synchronization, except one small read if a recipe
-    samples rows, and one per layer in the cold start of learned steps. Warns once of learned steps
-    that no optimizer updates.
+    Each weight is cast once per step in eager mode and reused over micro-batches;
+    before the first step it is cast at each forward pass. No host synchronization,
+    except one small read if a recipe samples rows, and one per layer in the cold
+    start of learned steps. Warns once of learned steps that no optimizer updates.
     """
     layers: dict[str, QLinear | QEmbedding] = dict(_quantized(model, "advance"))
     layers |= dict(quantized_embeddings(model))

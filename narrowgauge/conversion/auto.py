@@ -5,11 +5,11 @@ No layer becomes slower than in bfloat16, which is a candidate.
     tokens M, in K, out N  ->  seconds of forward and backward with all casts, per candidate  ->
                            the fastest
 
-Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least accurate: with
-fewer elements per scale, fewer elements underflow. Of the candidates within 2 % of the fastest, the
-most accurate wins. Recipes that the device would emulate are excluded, since emulation multiplies
-in bfloat16 and casts in addition. Delayed scaling is excluded: it has state, which users have to
-ask for.
+Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
+accurate: with fewer elements per scale, fewer elements underflow. Of the candidates
+within 2 % of the fastest, the most accurate wins. Recipes that the device would
+emulate are excluded, since emulation multiplies in bfloat16 and casts in addition.
+Delayed scaling is excluded: it has state, which users have to ask for.
 
     measured         now, on a CUDA device (measure.py): half a second per candidate, more if
                      compiled
@@ -18,8 +18,8 @@ ask for.
                      of the card (predict.py)
     no choice        only bf16 is native here, for example on a CPU; nothing is measured
 
-For bf16 on a GPU the Linear stays an nn.Linear. The result is `layer.decision`, which `describe`
-prints.
+For bf16 on a GPU the Linear stays an nn.Linear. The result is
+`layer.decision`, which `describe` prints.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     reference = ng.convert_like(policy, AutoModelForCausalLM.from_pretrained(path))
     trainer = DPOTrainer(model=policy, ref_model=reference, ...)
 
-Preference optimization compares log-probabilities of a policy with those from a frozen copy (DPO,
-arXiv 2305.18290, eq. 7). At the first step both models are the same function and the loss is ln 2.
-A BF16 reference beside an FP8 policy adds the quantization error of the policy to every log-ratio.
-Layers are matched by name. Adapters around a layer (PEFT) and wrappers (DDP, torch.compile) are
-removed from the names.
+Preference optimization compares log-probabilities of a policy with those from a frozen
+copy (DPO, arXiv 2305.18290, eq. 7). At the first step both models are the same function
+and the loss is ln 2. A BF16 reference beside an FP8 policy adds the quantization error
+of the policy to every log-ratio. Layers are matched by name. Adapters around a layer
+(PEFT) and wrappers (DDP, torch.compile) are removed from the names.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     convert(model, {"*": "fp8-current", "layers.1.down_proj": "bf16:grad_weight"})
     "fp8-row:output+grad_input", "bf16:backward"
 
-Names are `output`, `grad_input` and `grad_weight`, or `forward` for output and `backward` for both
-gradients. The other GEMMs follow the last earlier pattern with a whole recipe, or the layer's
-recipe.
+Names are `output`, `grad_input` and `grad_weight`, or `forward` for output
+and `backward` for both gradients. The other GEMMs follow the last earlier
+pattern with a whole recipe, or the layer's recipe.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     switch(model, "bf16", layers="layers.[0-3].*")                chosen layers
     with switched(model, "bf16", "layers.1.down_proj", ["grad_weight"]):                temporarily
 
-Four-bit runs that end in higher precision lose less: forward in bf16 for the last 18 % halves the
-gap of NVFP4 (arXiv 2509.25149, appendix D), backward in bf16 ends "FP4 All the Way" (arXiv
-2505.19115).
+Four-bit runs that end in higher precision lose less: forward in bf16 for
+the last 18 % halves the gap of NVFP4 (arXiv 2509.25149, appendix D),
+backward in bf16 ends "FP4 All the Way" (arXiv 2505.19115).
 
 A switch only raises precision: a GEMM whose operands have more bits than in the new recipe keeps
 them, so a switch to FP8 leaves blocks in bf16. Weights, gradients and optimizer state do not

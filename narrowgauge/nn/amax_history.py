@@ -6,8 +6,8 @@ A layer has one AmaxHistory per tensor under delayed scaling (role x, w or gy).
     live       [3]       float32, amax state of this step, see `ops.quantize.amax_state`
     nonfinite  [1]       int64, number of steps with a non-finite amax
 
-`roll_history` ends a step: it shifts the amax of the step into the history and sets the amax that
-scales the next step.
+`roll_history` ends a step: it shifts the amax of the step into the history
+and sets the amax that scales the next step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from narrowgauge.recipe import Window
 class LayerState(nn.Module):
     """State that a recipe adds to a layer.
 
-    It moves with the model, but keeps its dtypes: an amax or a learned step in 8 or 16 bits would
-    be rounded. After `to_empty` from the meta device the memory is undefined, so the state is
-    reset.
+    It moves with the model, but keeps its dtypes: an amax or a learned step
+    in 8 or 16 bits would be rounded. After `to_empty` from the meta device
+    the memory is undefined, so the state is reset.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         was_meta = False
         for name, tensor in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]:
             moved = fn(tensor.data)
-            # Take the device of the conversion and not its dtype: model.bfloat16() and back would
-            # round the amax history.
+            # Take the device of the conversion and not its dtype:
+            # model.bfloat16() and back would round the amax history.
             moved = moved if moved.dtype == tensor.dtype else tensor.data.to(moved.device)
             was_meta = was_meta or (tensor.is_meta and not moved.is_meta)
             if not isinstance(tensor, nn.Parameter):

@@ -24,10 +24,10 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
     what    name of the function in the message
     way_on  next step in the message
 
-    torch's `once_differentiable` raises only if the incoming gradient has a graph. The gradients
-    that `torch.autograd.grad(..., create_graph=True)` and `functional.hessian` start from have
-    none, so the second derivative would be zero or None without an error. Compiled code has its own
-    check.
+    torch's `once_differentiable` raises only if the incoming gradient has a
+    graph. The gradients that `torch.autograd.grad(..., create_graph=True)`
+    and `functional.hessian` start from have none, so the second derivative
+    would be zero or None without an error. Compiled code has its own check.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -77,8 +77,8 @@ def _goes_on_to(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # The engine raises for leaves whose gradient `torch.autograd.grad` returns. They are
-        # wanted.
+        # The engine raises for leaves whose gradient `torch.autograd.grad`
+        # returns. They are wanted.
         return True
 
 

@@ -10,11 +10,11 @@
 an unknown tensor. Other sources (gathered codes, codes of a message) implement `lookup` and are
 listed in `LinearContext.sources`.
 
-All caches compare one key, `addresses.validity`. It contains `_version`, which does not change on
-writes through `.data`, NumPy or raw pointers, so `weight_cache` compares the bytes of a weight too.
-Casts live for at most one optimizer step. A forward pass without gradients never reads a cached
-cast of a weight. Copies and pickles start empty. torch.compile bypasses the caches: compiled code
-casts weights at every call.
+All caches compare one key, `addresses.validity`. It contains `_version`, which does
+not change on writes through `.data`, NumPy or raw pointers, so `weight_cache` compares
+the bytes of a weight too. Casts live for at most one optimizer step. A forward pass
+without gradients never reads a cached cast of a weight. Copies and pickles start
+empty. torch.compile bypasses the caches: compiled code casts weights at every call.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class InputCasts:
         """Note which layer read the entry last, for `was_read` in the next pass."""
         readers = [each for found in self.readers.values() if (each := found()) is not None]
         for each in readers:
-            # nn.Module.__setattr__ fails at interpreter exit: an input may be freed after torch's
-            # globals.
+            # nn.Module.__setattr__ fails at interpreter exit: an input may be
+            # freed after torch's globals.
             each.__dict__["reads_last"] = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:

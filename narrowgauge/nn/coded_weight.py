@@ -10,10 +10,10 @@ receive a dequantized copy, [out_features, in_features], which lives as long as 
 A write to the copy, or to a view of the copy, raises its version. The copy then replaces the
 layer's weight, so no write is lost.
 
-Two kinds of read hand out memory without a version counter. NumPy arrays are made read-only. A raw
-pointer (`data_ptr`, DLPack) stays valid until the layer's next forward pass, and a write through
-it is lost. The storage of the Parameter is the placeholder, so memory measurements count no
-16-bit weight.
+Two kinds of read hand out memory without a version counter. NumPy arrays are
+made read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the
+layer's next forward pass, and a write through it is lost. The storage of the
+Parameter is the placeholder, so memory measurements count no 16-bit weight.
 
 Rejected: a subclass with `__torch_dispatch__`. It sees every operator, but a Parameter cannot
 become one in place, and `.to` swaps it. Decoding state dicts at once: saving an adapter would
@@ -116,8 +116,8 @@ class CodedWeight(nn.Parameter):
         return nn.Parameter(self.decoded(), plain(self).requires_grad).__reduce_ex__(protocol)
 
     @classmethod
-    # Dynamo traces into `__torch_function__` and fails in its own guard on strides (torch 2.13), so
-    # reads run in eager mode.
+    # Dynamo traces into `__torch_function__` and fails in its own guard on
+    # strides (torch 2.13), so reads run in eager mode.
     @_disable_dynamo
     def __torch_function__(
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -3,14 +3,14 @@
     y[i]  = round(x[i] * s)    if uniform[i] >= p, else 0     s = 1 / (1 - p) in float32
     dx[i] = round(dy[i] * s)   if uniform[i] >= p, else 0     uniform in steps of 2^-24
 
-torch draws the mask element by element from one generator on one thread, and saves it for backward
-in x's dtype. Here a call draws two numbers from torch's generator, independent of the size of x.
-All threads compute, and backward recomputes the noise, so no mask is saved. Code that restores the
-generator and repeats a forward pass (activation checkpointing, a resumed run) repeats it bit for
-bit.
+torch draws the mask element by element from one generator on one thread, and saves
+it for backward in x's dtype. Here a call draws two numbers from torch's generator,
+independent of the size of x. All threads compute, and backward recomputes the
+noise, so no mask is saved. Code that restores the generator and repeats a forward
+pass (activation checkpointing, a resumed run) repeats it bit for bit.
 
-torch's own dropout runs on a GPU, under torch.compile, without a C++ compiler, and for dtypes other
-than float32 and bfloat16.
+torch's own dropout runs on a GPU, under torch.compile, without a C++
+compiler, and for dtypes other than float32 and bfloat16.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@
     backward     grad_x    = gy where x was not clipped, else 0; likewise for the rows of W
                  grad_step = sum gy * (q - x / s where not clipped, else q) / sqrt(V K max)
 
-Source: LSQ (arXiv 1902.08153), as applied to embeddings in "Training Transformers with 4-bit
-Integers" (arXiv 2306.11987, section 5). s is a parameter of the layer. It starts at 2 mean|W| /
-sqrt(max), the rule for Linears (`learned_step`), with a cold start of one step. Arithmetic is
-float32; y has W's dtype.
+Source: LSQ (arXiv 1902.08153), as applied to embeddings in "Training Transformers
+with 4-bit Integers" (arXiv 2306.11987, section 5). s is a parameter of the layer.
+It starts at 2 mean|W| / sqrt(max), the rule for Linears (`learned_step`), with a
+cold start of one step. Arithmetic is float32; y has W's dtype.
 
 The optimizer updates the weight in its own precision, so nothing gets smaller: the model learns to
-work with a quantized table. A tied output head reads W itself, or W cast by its own recipe.
-Left out from the paper's code: a rotation of the rows and a rounding of their gradient.
+work with a quantized table. A tied output head reads W itself, or W cast by its own recipe. Left
+out from the paper's code: a rotation of the rows and a rounding of their gradient.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class QEmbedding(nn.Embedding):
         assert step is not None
         if not self.steps.is_cold:
             return step
-        # Read before no_grad below, where is_grad_enabled is always False and the cold start would
-        # never end.
+        # Read before no_grad below, where is_grad_enabled is always False
+        # and the cold start would never end.
         writes = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             found = 2 * self.weight.detach().float().abs().mean().reshape(1) / math.sqrt(self.format.max)

@@ -69,9 +69,9 @@ def to_16_bits(model: nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> tup
     keep    entries as in the module docstring
     ->      names of the modules that stay in float32
 
-    Call it before `convert` and `fuse`. A shared parameter stays float32 in every module that holds
-    it. Raises ConfigError, with the closest names, for a pattern that matches nothing. The kinds
-    may match nothing.
+    Call it before `convert` and `fuse`. A shared parameter stays float32 in
+    every module that holds it. Raises ConfigError, with the closest names,
+    for a pattern that matches nothing. The kinds may match nothing.
     """
     require_module(model, "to_16_bits")
     names = _named(model, tuple(keep))

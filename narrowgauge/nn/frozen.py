@@ -50,6 +50,7 @@ class FrozenWeight(LayerState):
     """Codes of one layer's weight [N, K], and a source of its casts.
 
     `distributed.weights` is the counterpart for sharded weights.
+
     codes         uint8, [N, K] or packed two to a byte
     scale         scales of the tiles: E8M0 exponents (uint8) for power-of-two scales, else float32
     global_scale  scale of the whole tensor for two-level formats, else None

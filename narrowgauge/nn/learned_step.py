@@ -67,8 +67,8 @@ class LearnedSteps(LayerState):
         """True while steps of the cold start remain.
 
         During the cold start `cold_left` is read whenever other code wrote it.
-        Afterwards it is never read: DistributedDataParallel writes buffers at every forward pass,
-        and each read would wait for the device.
+        Afterwards it is never read: DistributedDataParallel writes buffers at
+        every forward pass, and each read would wait for the device.
         """
         if self._is_cold and not torch.compiler.is_compiling() and self._looked_at != self._cold_version():
             self._look_at_cold()
@@ -89,7 +89,8 @@ class LearnedSteps(LayerState):
             return None
         parameter = getattr(self, role)
         step = _step(parameter.detach())
-        # The second term is zero. Its derivative is d p / d s, so p receives LSQ's gradient of s.
+        # The second term is zero. Its derivative is d p / d s = 1 / (s RATE), by which p receives
+        # LSQ's gradient of s. The chain rule of _step would give d s / d p, its reciprocal.
         return step + (parameter - parameter.detach()) / (step * RATE)
 
     def version(self) -> tuple[int, ...]:

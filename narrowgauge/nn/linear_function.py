@@ -34,8 +34,8 @@ class LinearFunction(torch.autograd.Function):
     """The autograd function.
 
     x_state, w_state, gy_state are the amax states of delayed scaling. Under
-    backward="straight-through" they are the learned steps of x and w, and the readings of the row
-    sampler.
+    backward="straight-through" they are the learned steps of x and w, and
+    the readings of the row sampler.
     """
 
     @staticmethod
@@ -84,10 +84,10 @@ class LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = x_step = w_step = None
         turns = recipe.grad_input.rotate if wants[0] else None, recipe.grad_weight.rotate
         rotation = NONE if turns[0] is None else Rotation.draw(turns[0], gy, stream, "grad_input")
-        # Compute grad_weight first where possible: x and its codes are then freed before grad_input
-        # is allocated. In the other order mxfp4 needed 2.3 % more memory than bfloat16 for a ViT
-        # (docs/log.md). `lets_wait` draws the noise of grad_input now, so results are
-        # bit-identical.
+        # Compute grad_weight first where possible: x and its codes are then
+        # freed before grad_input is allocated. In the other order mxfp4 needed
+        # 2.3 % more memory than bfloat16 for a ViT (docs/log.md). `lets_wait`
+        # draws the noise of grad_input now, so results are bit-identical.
         is_last = wants[0] and wants[1] and not g.plan.transposes and g.lets_wait(w)
         for product in ("grad_weight", "grad_input") if is_last else ("grad_input", "grad_weight"):
             if product == "grad_input" and wants[0]:
@@ -104,8 +104,8 @@ class LinearFunction(torch.autograd.Function):
                 if is_last:  # frees x and its codes; does nothing under retain_graph=True
                     x.tensor, x.casts, saved = None, Casts(), ctx.maybe_clear_saved_tensors()
         grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
-        # The gradient of a learned step is zero in its cold start, and if the other operand of the
-        # GEMM is not quantized.
+        # The gradient of a learned step is zero in its cold start, and if
+        # the other operand of the GEMM is not quantized.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
             x_step = torch.zeros(1, device=gy.device)
         if ctx.needs_input_grad[5] and (w_step is None or context.is_cold):

@@ -1,9 +1,9 @@
 """Names of the state that a recipe added to a QLinear, and loading of that state.
 
-The state is amax histories, learned steps and readings of a row sampler.
-A state dict without such entries leaves the layer's state as it is, with a warning. Entries of
-another recipe are reported too. A weight that is frozen as codes loads codes, or casts a 16-bit
-weight. QLinear imports this module on the first load.
+The state is amax histories, learned steps and readings of a row sampler. A state
+dict without such entries leaves the layer's state as it is, with a warning.
+Entries of another recipe are reported too. A weight that is frozen as codes loads
+codes, or casts a 16-bit weight. QLinear imports this module on the first load.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
     if plan.role != "w" or context.cache is None or (rotate is not None and rotate.signs == "random"):
         return draw(tuple(x.shape), x.device, context.stream, plan.role, which)
-    # w.cols is cast once per optimizer step. A recast in a later backward pass must repeat its
-    # noise.
+    # w.cols is cast once per optimizer step. A recast in a later backward
+    # pass must repeat its noise.
     if which == "cols" and which in keys:
         return keys[which]
     noise = draw(tuple(x.shape), x.device, context.stream, plan.role, which)

@@ -111,9 +111,9 @@ class Operand:
         if state is not None and self._was_seen_by_another(state):
             return
         if state is not None and plan.role == "w" and not self.context.records:
-            # Evaluation uses the current amax of a weight, which may not be the one that training
-            # recorded: averaged, merged, copied in. By the history the relative error was 0.81
-            # instead of 0.037.
+            # Evaluation uses the current amax of a weight, which may not be
+            # the one that training recorded: averaged, merged, copied in. By
+            # the history the relative error was 0.81 instead of 0.037.
             if casts.amax is None:
                 casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             return
@@ -158,8 +158,8 @@ class Operand:
         needs, context, stochastic = self.needs, self.context, cast.rounding == "stochastic"
         if self.plan.role == "gy":
             return needs[0] and needs[1]
-        # w: a cache holds cols. A stochastic cast draws at every forward pass, so it is not made
-        # ahead.
+        # w: a cache holds cols. A stochastic cast draws at every forward
+        # pass, so it is not made ahead.
         if self.plan.role == "w":
             if context.cache is None:
                 return context.keeps_w and needs[0] and not stochastic
@@ -229,8 +229,8 @@ class Operand:
         if plan.transposes and casts.rows is not None:
             made = casts.rows.T if isinstance(casts.rows, Tensor) else casts.rows.transposed()
             if plan.role == "w" and plan.cols_expand is None and isinstance(made, QTensor):
-                # Store w.T row-major: native GEMMs would otherwise transpose it at every
-                # micro-batch.
+                # Store w.T row-major: native GEMMs would otherwise transpose
+                # it at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
             made = self._rotated_cast(self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols")
@@ -335,8 +335,8 @@ class Operand:
         """(codes, scale, global scale) of x.T; scales may be exponents, see `_keeps_exponents`."""
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
-            # A CPU saves dequantized values: encoding and decoding takes longer there than the
-            # GEMM.
+            # A CPU saves dequantized values: encoding and decoding takes
+            # longer there than the GEMM.
             keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
@@ -379,8 +379,8 @@ class Operand:
             assert tensor is not None and scale is not None and plan.cols is not None
             if _keeps_exponents(plan.cols):
                 scale = from_exponents(scale)
-            # A rotation pads the contracted axis to whole blocks, and the codes have the padded
-            # length.
+            # A rotation pads the contracted axis to whole blocks, and the
+            # codes have the padded length.
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
                 data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,
@@ -390,8 +390,8 @@ class Operand:
         cache = self.context.cache if plan.role == "w" else None
         found = self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
         if plan.role == "w" and found is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # The autograd graph holds the context, and the loss holds the graph: free the codes
-            # now.
+            # The autograd graph holds the context, and the loss holds the
+            # graph: free the codes now.
             self.context.w_casts = None
         if cache is not None and found is not None:
             self.casts = found

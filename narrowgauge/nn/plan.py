@@ -24,8 +24,8 @@ from narrowgauge.scaling import WHOLE
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Stream
 
-# Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each
-# GEMM. Eager mode only.
+# Called with (gemm, role, original tensor, operand as it enters the GEMM)
+# for each operand of each GEMM. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).

@@ -1,8 +1,8 @@
 """Rotate and quantize a matrix in pieces of rows on a GPU, for casts with scales per row.
 
-A rotated matrix is float32, four bytes per element of a bfloat16 one, so it never exists as a
-whole. The codes are identical, with stochastic rounding too: noise is a function of the element's
-index.
+A rotated matrix is float32, four bytes per element of a bfloat16 one, so
+it never exists as a whole. The codes are identical, with stochastic
+rounding too: noise is a function of the element's index.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Rotation:
         if is_random and signs is not None:
             from narrowgauge.nn.tied_draws import tied
 
-            # Under torch.compile an untied draw gave the two operands of grad_weight different
-            # signs.
+            # Under torch.compile an untied draw gave the two operands of
+            # grad_weight different signs.
             signs = tied(signs, operand)
         return cls(hadamard, signs, is_random)
 

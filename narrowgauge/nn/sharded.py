@@ -108,8 +108,8 @@ class Locals:
         if step is None:
             return None
         part, whole = self._wholes[role]
-        # LSQ divides the gradient by sqrt(numel). Each rank divided by the root of its part's
-        # numel.
+        # LSQ divides the gradient by sqrt(numel). Each rank divided by the
+        # root of its part's numel.
         share = part.numel() / max(whole.numel(), 1)
         everywhere = self.summed(step, self.partly)
         return everywhere.detach() + (everywhere - everywhere.detach()) * share**0.5

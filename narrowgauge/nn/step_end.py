@@ -1,10 +1,10 @@
 """The end of an optimizer step, by `advance` in the loop or by a hook of torch's optimizers.
 
-torch calls `_after_step` after every `optimizer.step()` (register_optimizer_step_post_hook,
-registered with the first layer). It ends the step of converted models, and of layers outside such a
-model, if the optimizer holds one parameter of the model or layer. Frozen weights of such a model,
-as under LoRA, are included. Weights written without a version change, by a fused optimizer, are
-therefore recast.
+torch calls `_after_step` after every `optimizer.step()`
+(register_optimizer_step_post_hook, registered with the first layer). It ends the step of
+converted models, and of layers outside such a model, if the optimizer holds one parameter
+of the model or layer. Frozen weights of such a model, as under LoRA, are included.
+Weights written without a version change, by a fused optimizer, are therefore recast.
 
 `advance` after `optimizer.step()` only clears casts made since. A layer that trains again in
 between (eager mode) has begun another step, which `advance` ends.
@@ -13,9 +13,9 @@ Not covered, so that `advance` is needed: a step traced by torch.compile, optimi
 torch's, weights written by hand. If a GradScaler skips a step, torch calls no hook, and the amax of
 further passes joins the same step.
 
-The hook also reports weights that were written behind reused casts on a GPU (`weight_cache`), and
-learned steps that no optimizer holds (`learned_step`). Global state: weak references to models and
-layers.
+The hook also reports weights that were written behind reused casts on a
+GPU (`weight_cache`), and learned steps that no optimizer holds
+(`learned_step`). Global state: weak references to models and layers.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if layer.steps is not None and (weight := layer._parameters.get("weight")) is not None:
             layer.steps.saw_optimizer(weight, held)
     alone = [each for each in layers if any(id(own) in held for own in each._parameters.values())]
-    # Inside a backward pass (an optimizer per parameter): layers further ahead have not received
-    # their gradients, and checkpointing repeats forward passes with the old scales. Only clear
-    # casts.
+    # Inside a backward pass (an optimizer per parameter): layers further
+    # ahead have not received their gradients, and checkpointing repeats
+    # forward passes with the old scales. Only clear casts.
     if torch._C._current_graph_task_id() != -1:
         for layer in alone:
             layer.empty_cache(keep=True)

@@ -38,8 +38,8 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
 def warn_of_eval(layers: Collection[Any]) -> None:
     """Warn once per layer if an optimizer step ended in eval mode.
 
-    No state is recorded in eval mode: `fp8-delayed` then computes as `fp8-current`, and no loss
-    shows it.
+    No state is recorded in eval mode: `fp8-delayed` then computes as
+    `fp8-current`, and no loss shows it.
     """
     # transformers' from_pretrained returns models in eval mode.
     still = [each for each in layers if not (each.training or each.warned_of_eval) and each.recipe is not None]

@@ -101,8 +101,8 @@ class Coded:
             torch.where(unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]).sum()
             for each in cuts(d)
         ]
-        # A clipped element contributes d * q exactly, for every row. Only the rounding errors are
-        # sampled.
+        # A clipped element contributes d * q exactly, for every row. Only
+        # the rounding errors are sampled.
         clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         some = d if self.rows is None else d[self.rows]
         share = 1.0 if self.rows is None else max(len(self.rows), 1) / max(len(d), 1)
@@ -132,8 +132,8 @@ class CodedOperand(Operand):
     def original(self) -> Tensor:
         """The tensor, or the dequantized codes if only codes are saved.
 
-        An observer saves x too; the dequantized x is returned then, so that rows are sampled as
-        without it.
+        An observer saves x too; the dequantized x is returned then, so that
+        rows are sampled as without it.
         """
         shown = self.tensor is not None and not (self.context.watches and self.plan.role == "x")
         if shown or self.coded is None or self.coded.codes is None:
@@ -211,8 +211,8 @@ class CodedInput(CodedOperand):
         if not masks or not isinstance(cast.calibrate, LearnedStep):
             return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
         offset = self._offset(x) if offset is None else offset
-        # Under torch.compile the draw must enter forward's result, or backward draws it a second
-        # time.
+        # Under torch.compile the draw must enter forward's result, or
+        # backward draws it a second time.
         step = None if self.state is None else tied(self.state, offset)
         coded, rotated = _coded(x, self.rotation, cast, step, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, offset)
@@ -362,9 +362,9 @@ def _coded(
     packed  also return codes two to a byte
     bits    also return the mask of elements that were not clipped
 
-    A kernel may rotate, encode and pack in one pass over x, so that x H never exists. A scale from
-    the root mean square is then computed of x: a rotation preserves the norm, up to the rounding of
-    sums.
+    A kernel may rotate, encode and pack in one pass over x, so that x H
+    never exists. A scale from the root mean square is then computed of x: a
+    rotation preserves the norm, up to the rounding of sums.
     """
     by_norm = is_by_norm(cast)
     hadamard, is_known = rotation.hadamard, scale is not None or step is not None
@@ -389,8 +389,8 @@ def _coded(
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     """The step as a scale [1, 1], NaN if x has a NaN or an infinity."""
     assert step is not None
-    # sum * 0 is NaN for such an x, which a learned step would otherwise hide; an amax shows it
-    # itself.
+    # sum * 0 is NaN for such an x, which a learned step would otherwise
+    # hide; an amax shows it itself.
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
 
 

@@ -85,8 +85,8 @@ def leaf(layer: nn.Module, x: Any) -> Any:
 
     x  the layer's input, which is not a tensor
 
-    Raises ShapeError if x is no Proxy of torch.fx, TransformError if the layer itself is the root
-    of the trace.
+    Raises ShapeError if x is no Proxy of torch.fx, TransformError if the
+    layer itself is the root of the trace.
     """
     kind = type(layer).__name__
     if not isinstance(x, torch.fx.Proxy):
