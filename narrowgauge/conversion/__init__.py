@@ -333,6 +333,7 @@ def advance(model: nn.Module) -> None:
     layers |= dict(quantized_embeddings(model))
     step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
     for layer in layers.values():
+        # The hook of an optimizer has ended this step already: only clear casts made since.
         if layer.step_ended:
             layer.end_step()
         layer.step_ended = False
@@ -400,6 +401,8 @@ def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Mo
         if nn.utils.parametrize.is_parametrized(layer):
             return "it is parametrized: convert it first, and parametrize it then"
         kind = type(layer).__name__
+        # A subclass is excluded even with nn.Linear's forward: its owner may
+        # read the weight directly.
         if type(layer).forward is not nn.Linear.forward:
             return f"{kind} has a forward of its own"
         return f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does"

@@ -2,8 +2,7 @@
 
 No layer becomes slower than in bfloat16, which is a candidate.
 
-    tokens M, in K, out N  ->  seconds of forward and backward with all casts, per candidate  ->
-                           the fastest
+    tokens M, in K, out N  ->  seconds of forward + backward + casts, per candidate  ->  the fastest
 
 Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
 accurate: with fewer elements per scale, fewer elements underflow. Of the candidates

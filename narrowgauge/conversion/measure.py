@@ -76,6 +76,7 @@ class LinearWorkload:
 
 def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) -> str:
     """The cache key of a measurement: device, versions, kernel sources, sizes, candidates."""
+    # Everything that may change the order of the candidates.
     properties = torch.cuda.get_device_properties(device)
     facts = {
         "device": properties.name, "capability": f"{properties.major}.{properties.minor}",

@@ -106,6 +106,8 @@ class AmaxHistory(LayerState):
             # The copy to the host below waits for the device, which a capture forbids.
             if history.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
+            # A hash of the content itself: histories that became equal by a
+            # load share their casts again.
             numbers = torch.cat((history, self.live)).cpu().numpy().tobytes() if holds_numbers(history) else b""
             self._follow(int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little"))
         return self._lineage

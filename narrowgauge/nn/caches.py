@@ -136,6 +136,7 @@ class SharedInputs:
         if entry is None or entry.input() is not x or entry.key != key or id(reader) in entry.readers:
             if entry is not None:
                 entry.close()
+            # A weak reference: the cache must not keep activations alive.
             entry = self._entry = InputCasts(weakref.ref(x, self._forget), key)
         if reader is not None:
             entry.readers[id(reader)] = weakref.ref(reader)
@@ -168,6 +169,8 @@ class GradientCasts(dict[Key, tuple[Tensor, Casts]]):
 
     def put(self, gradient: Tensor, casts: Casts) -> None:
         """Attach casts to a gradient that is contiguous and has no other owner."""
+        # The key of a flat view, since it contains shape and strides, and readers receive other
+        # views.
         if (key := validity(gradient.view(-1))) is not None:
             self[key] = gradient, casts
 

@@ -180,11 +180,13 @@ def _called(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if name in _LAYOUT:
             # The placeholder has strides of zero. The dequantized tensor is contiguous.
             return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+        # state_dict calls detach on every Parameter.
         if name == "detach":
             return first.entry()
         if name == "data" and accessor == "__set__":
             first.take_over(_readable(args[1]))
             return None
+        # Measurements of memory look at storages, and must find the placeholder.
         if name in _STORAGES and not first._stays:
             return func(plain(first), *args[1:], **kwargs)
         if name in _POINTERS:

@@ -227,6 +227,7 @@ class FrozenWeight(LayerState):
         if self._turns(plan):
             operand.is_carrier = True
             return Casts(cols=_expanded(_turned(self.quantized), plan.cols_expand))
+        # The operand casts this copy along the other axis and frees it after the GEMM.
         operand.tensor = self.decoded(operand.tensor.dtype)
         return Casts()
 

@@ -23,6 +23,7 @@ VIEWS = (
     "PermuteBackward",
     "AliasBackward",
 )
+# Nodes whose backward reads their own output.
 KEEPERS = ("ScaledDotProduct", "ReluBackward", "TanhBackward", "SigmoidBackward", "SoftmaxBackward")
 LONGEST = 8  # chain of views that is followed
 

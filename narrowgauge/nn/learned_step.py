@@ -56,6 +56,7 @@ class LearnedSteps(LayerState):
             self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
+        # Zero between steps, so no state dict needs it.
         self.register_buffer(
             "found", torch.zeros(len(settings), 2, dtype=torch.float64, device=device), persistent=False
         )

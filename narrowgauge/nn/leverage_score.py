@@ -1,14 +1,14 @@
 """Leverage-score sampling: an unbiased estimate of a GEMM from a few of its rows.
 
     R rows (tokens), n = ceil(keep * R) sampled; g_i row i of the gradient, a_i of the other operand
+    c_i score of row i, p_i its probability
 
-    grad_weight = sum_i g_i^T a_i    contracted axis   c_i = |g_i| |a_i|   estimate  sum over the
-                                     sample of (g_i / p_i)^T a_i
-    grad_input  = rows  g_i W        outer axis        c_i = |g_i|         estimate  rows (g_i W) /
-                                     p_i, zero outside the sample
+    grad_weight = sum_i g_i^T a_i    contracted axis    c_i = |g_i| |a_i|
+                  estimate           sum over the sample of (g_i / p_i)^T a_i
+    grad_input  = rows  g_i W        outer axis         c_i = |g_i|
+                  estimate           rows (g_i W) / p_i, zero outside the sample
 
-    p_i = min(1, lambda c_i), sum p = n             minimises the variance  sum_i (1 - p_i) / p_i
-                                                    c_i^2
+    p_i = min(1, lambda c_i), sum p = n    minimises the variance  sum_i (1 - p_i) / p_i c_i^2
 
 Source: section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers"
 (arXiv 2306.11987), with two changes. The cap has a closed form instead of an iteration, and

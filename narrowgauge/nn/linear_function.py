@@ -75,10 +75,12 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         context, wants, saved, asked = ctx.context, ctx.wants, ctx.saved_tensors, asked_for(ctx)
         plan: LinearPlan = context.plan
+        # The tensors saved for x come first. The weight is the second tensor saved for w.
         recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.stream
         x = plan.x.kind(None, plan.x, context, wants, None)
         x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
+        # A zero-bubble schedule calls backward once per gradient.
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = x_step = w_step = None
@@ -96,7 +98,8 @@ class LinearFunction(torch.autograd.Function):
                 grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
             elif product == "grad_weight" and wants[1]:
                 turn = NONE if turns[1] is None else Rotation.draw(turns[1], gy.T, stream, "grad_weight")
-                # float16 rounds gradients below 6e-8 to zero, so a float16 weight takes gy's dtype.
+                # float16 has no numbers below 6e-8, so a float16 weight gets
+                # its gradient in gy's dtype.
                 dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
                 d = _gradient("grad_weight", g.cols(turn, x), x.cols(turn, g), context, dtype)
                 d, w_step = w.gradient(g.finished("grad_weight", d))

@@ -119,6 +119,7 @@ class Operand:
             return
         if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
             delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
+            # Reading x once saves a read only if the kernel also returns the amax or the cols.
             x, run = self.tensor, None
             if delayed == (state is not None) and (delayed or both):
                 run = plan.one_read(x, delayed, both, self.context.records)
@@ -234,6 +235,7 @@ class Operand:
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
             made = self._rotated_cast(self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols")
+            # The weight was written since forward: later passes must not find this copy.
             if not self._may_share(casts):
                 return made
         if not rotation.is_random:
@@ -264,6 +266,8 @@ class Operand:
         if cast is None:
             return high_precision(x, self.context.out_dtype)
         noise = self._noise(x, which) if cast.rounding == "stochastic" else None
+        # Under current scaling an amax is known if an earlier read returned
+        # it; it saves one read here.
         amax = self.casts.amax if isinstance(cast.calibrate, Window | Current) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
 

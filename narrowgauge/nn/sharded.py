@@ -108,8 +108,8 @@ class Locals:
         if step is None:
             return None
         part, whole = self._wholes[role]
-        # LSQ divides the gradient by sqrt(numel). Each rank divided by the
-        # root of its part's numel.
+        # LSQ divides by sqrt(numel), and the local gradient by sqrt(numel of the part). The factor
+        # turns the second into the first, for the whole tensor.
         share = part.numel() / max(whole.numel(), 1)
         everywhere = self.summed(step, self.partly)
         return everywhere.detach() + (everywhere - everywhere.detach()) * share**0.5
@@ -221,6 +221,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
+        # Without a gradient, pass None on instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         local = _waited(x._local_tensor)
         return local.view_as(local)

@@ -2,7 +2,7 @@
 
 torch calls `_after_step` after every `optimizer.step()`
 (register_optimizer_step_post_hook, registered with the first layer). It ends the step of
-converted models, and of layers outside such a model, if the optimizer holds one parameter
+converted models, and of layers outside such a model, if the optimizer holds a parameter
 of the model or layer. Frozen weights of such a model, as under LoRA, are included.
 Weights written without a version change, by a fused optimizer, are therefore recast.
 
@@ -117,6 +117,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for layer in alone:
             layer.empty_cache(keep=True)
         return
+    # By layer, not by name: two models in one optimizer may have layers of equal names.
     ended: dict[QLinear, str] = {}
     for model in models:
         if any(id(parameter) in held for parameter in model.parameters()):

@@ -3,13 +3,13 @@
     T tokens, K in_features padded to whole blocks of H, N out_features; H the rotation of `output`
     q integer codes, s step sizes, max the largest code
 
-    forward      q_x = round(clip(x H / s_x)), q_w = round(clip(w H / s_w)),  clip to -max ... max y
-                 = s_x s_w q_x @ q_w.T + bias                                                 [T, N]
-    backward     d_x = s_w gy @ q_w,  d_w = s_x gy.T @ q_x          gradients of the dequantized
-                 operands grad_input  = (d_x where x H was not clipped) H
-                 [T, K] grad_weight = (d_w where w H was not clipped) H
-                 [N, K] grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel
-                 max)    for x; likewise for w
+    forward      q_x = round(clip(x H / s_x)), q_w = round(clip(w H / s_w)), clip to -max ... max
+                 y = s_x s_w q_x @ q_w.T + bias                                            [T, N]
+    backward     d_x = s_w gy @ q_w, d_w = s_x gy.T @ q_x       gradients of dequantized operands
+                 grad_input  = (d_x where x H was not clipped, else 0) H                   [T, K]
+                 grad_weight = (d_w where w H was not clipped, else 0) H                   [N, K]
+                 grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)
+                               for x; likewise for w
 
 Source: equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv
 2306.11987). The mask applies in the rotated basis, where the clipping happened. The recipe casts gy
@@ -217,6 +217,7 @@ class CodedInput(CodedOperand):
         coded, rotated = _coded(x, self.rotation, cast, step, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, offset)
         some = self.rotation(x[rows]) if rotated is None else rotated[rows]
+        # Rounding errors are at most 1/2, so float16 holds them to 11 bits in 2 bytes.
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def _offset(self, x: Tensor) -> Tensor:
@@ -257,6 +258,8 @@ class CodedWeight(CodedOperand):
     def _scale_by_rows(self, cast: Cast) -> Tensor | None:
         if not is_by_norm(cast) or wrapper(self.tensor):
             return None
+        # Sums of rows do not depend on how ranks share the rows, so the
+        # scale is equal on all ranks.
         rms = spread(row_squares(self.tensor.detach()), self.tensor.shape[1])
         return scale_of_spread(cast, rms, self.tensor.shape[1], self.rotation.hadamard)
 
@@ -316,10 +319,12 @@ class CodedGradient(Operand):
         budget = leverage_score.budget(len(gy), sampler.keep)
         scores = leverage_score.leverage_scores(gy, other)
         p = leverage_score.probabilities(scores, budget)
+        # Computed without sampling too: the next step decides by this prediction.
         self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
         if product in self.context.sampled:
             noise = uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
             self.sample = leverage_score.systematic(p, budget, noise)
+            # In float32, so that the weighted rows are rounded once, by their cast.
             self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
 
     def finished(self, product: str, d: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """PyTorch transforms around a layer with a recipe: torch.fx is supported, others raise an error.
 
-    torch.fx.symbolic_trace      the layer is a leaf of the graph, as nn.Linear is
-    torch.func, jit.trace,       TransformError, with the way to compute or trace without the
-                                 recipe;
-    jit.script, make_fx          likewise forward-mode AD, vmap over backward, second derivatives
-                                 and torch.ao.quantization
+    torch.fx.symbolic_trace    the layer is a leaf of the graph, as nn.Linear is
+    all others                 TransformError, with the way to compute or trace without the recipe:
+                               torch.func, jit.trace, jit.script, make_fx, forward-mode AD, vmap
+                               over backward, second derivatives, torch.ao.quantization
 
 A recipe rounds, so its derivative is a convention (straight-through) that only its own backward
 implements. It draws noise and updates amax histories on the host, which a trace would record as
