@@ -64,8 +64,8 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
     asked, node = [], 0
     nodes = ctx.next_functions
     for each in needs:
-        # next_functions has one entry per tensor input; an entry without a node is skipped, so the
-        # cursor advances only past inputs that require a gradient.
+        # next_functions has one entry per tensor input, without a node if the tensor requires no
+        # gradient. Skip those entries, and the inputs that are no tensors.
         while each and nodes[node][0] is None:
             node += 1
         asked.append(each and _goes_on_to(nodes[node][0]))

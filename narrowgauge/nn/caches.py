@@ -169,8 +169,8 @@ class GradientCasts(dict[Key, tuple[Tensor, Casts]]):
 
     def put(self, gradient: Tensor, casts: Casts) -> None:
         """Attach casts to a gradient that is contiguous and has no other owner."""
-        # The key of a flat view, since it contains shape and strides, and readers receive other
-        # views.
+        # The key of a flat view, since it contains shape and strides, and
+        # readers receive other views.
         if (key := validity(gradient.view(-1))) is not None:
             self[key] = gradient, casts
 

@@ -9,8 +9,8 @@ from torch import Tensor
 def tied(x: Tensor, to: Tensor) -> Tensor:
     """Return x; under torch.compile, x plus a zero that is computed from `to`.
 
-    x   the random draw
-    to  an input of forward whose result x enters; the gradient for a draw of backward
+    For a draw of forward, x is a tensor that forward's result needs and `to` is the draw. For a
+    draw of backward, x is the draw and `to` is the gradient.
     """
     if not torch.compiler.is_compiling():
         return x
