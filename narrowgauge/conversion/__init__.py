@@ -11,7 +11,7 @@ on: "mlp.up_proj" matches "model.layers.0.mlp.up_proj".
 
 Output heads and routers (see KEPT) keep their precision unless the last part of a pattern names
 them in letters: their errors go straight into the loss or flip a discrete choice. Embeddings and
-norms are no Linears and are unchanged; `embeddings` quantizes looked-up rows.
+norms are no Linears and are unchanged. `embeddings` quantizes looked-up rows.
 
 Blocks that the recipe keeps in high precision (`wide_blocks`) become bf16,
 unless the pattern that applies to a layer spells out the block's number
@@ -229,7 +229,7 @@ def _decisive(
         pattern or '' if none gives a whole recipe)
     """
     parts: list[Some] = []
-    # From the last pattern back to the nearest one that gives a whole recipe; earlier ones lose.
+    # From the last pattern back to the nearest one that gives a whole recipe. Earlier ones lose.
     for pattern in reversed(patterns):
         given = resolved[pattern]
         if not isinstance(given, Some):
@@ -324,8 +324,8 @@ def advance(model: nn.Module) -> None:
     visible in the loop. The call is required if no such optimizer steps: weights written by hand, a
     step traced by torch.compile, steps inside a backward pass.
 
-    Each weight is cast once per step in eager mode and reused over micro-batches;
-    before the first step it is cast at each forward pass. No host synchronization,
+    Each weight is cast once per step in eager mode and reused over micro-batches.
+    Before the first step it is cast at each forward pass. No host synchronization,
     except one small read if a recipe samples rows, and one per layer in the cold
     start of learned steps. Warns once of learned steps that no optimizer updates.
     """
@@ -362,7 +362,7 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # a class of other code, for example torch's parametrization
         return
-    # The attributes that QLinear._become sets; a new one belongs in both lists.
+    # The attributes that QLinear._become sets. A new one belongs in both lists.
     own = (
         "observer is_suspended reason decision _cache precast shared_inputs peers _step_watch step_ended _recipe _plans gathered frozen "
         "suspects weight_codes reads_last warned_of_ranks warned_of_eval called bypassed missed watch"

@@ -29,7 +29,7 @@ from narrowgauge.structure import other_weights, require_module
 
 
 class Note(NamedTuple):
-    """A remark, possibly with values that layers measured; prints the smallest and largest value.
+    """A remark, possibly with values that layers measured. Prints the smallest and largest value.
 
     words     text before the values
     after     text after the values
@@ -93,7 +93,7 @@ class Row:
 
 
 class Description(list[Row]):
-    """The rows of `describe`; prints as a table in which equal layers share a line.
+    """The rows of `describe`. Prints as a table in which equal layers share a line.
 
     fused    the fusions of `convert(fuse=True)`
     float32  modules of a 16-bit model that keep float32 weights and arithmetic

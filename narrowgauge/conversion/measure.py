@@ -1,10 +1,10 @@
 """Measure forward and backward of one Linear for several recipes, interleaved.
 
-The candidates alternate in rounds, so a falling clock slows all candidates; each result is the
+The candidates alternate in rounds, so a falling clock slows all candidates. Each result is the
 median of the rounds. Three sets of random inputs alternate, so no cache holds them and no
 multiplier reads zeros. Weights are quantized again in each step, as after an optimizer step. Times
 are CUDA events. Random state, gradients and autocast are restored. Cost: 0.1 s per candidate and
-shape after the first calls; three times the layer's tensors in memory.
+shape after the first calls, and three times the layer's tensors in memory.
 
 $XDG_CACHE_HOME/narrowgauge/auto.json (~/.cache/narrowgauge) stores the measurements:
 
@@ -231,7 +231,7 @@ def cached(path: Path) -> dict[str, dict[str, float]]:
 
 
 def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
-    """Adds a measurement to the file, atomically; warns if the folder is not writable."""
+    """Adds a measurement to the file, atomically. Warns if the folder is not writable."""
     # No lock: if two processes write at once, one loses its entry and measures it again later.
     # Readers find a complete file at any time, since `publish` renames it.
     with warnings.catch_warnings():

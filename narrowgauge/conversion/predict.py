@@ -47,7 +47,7 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
         done.append(of_kernel(0, kernel, tensors))
 
     # The modes nest in this order. Noting is the innermost, so it receives each operator first and
-    # reads the fake result; kernels outside the dispatcher report to `launched`.
+    # reads the fake result. Kernels outside the dispatcher report to `launched`.
     with ExitStack() as stack:
         # Fake tensors draw from the CPU's generator, which must not change.
         stack.enter_context(torch.random.fork_rng(devices=[]))

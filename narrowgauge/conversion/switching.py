@@ -56,7 +56,7 @@ def switch(model: nn.Module, recipe: str | Recipe, layers: str = "*", products: 
 def switched(
     model: nn.Module, recipe: str | Recipe = "bf16", layers: str = "*", products: Iterable[str] = GEMMS
 ) -> Iterator[list[str]]:
-    """`switch` inside the block; afterwards the layers have their recipes and state again.
+    """`switch` inside the block. Afterwards the layers have their recipes and state again.
 
     State is amax histories, learned steps and samplers. Yields the names of the changed layers.
     Steps inside the block may update the state.

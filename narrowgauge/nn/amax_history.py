@@ -60,7 +60,7 @@ class LayerState(nn.Module):
 
 
 class AmaxHistory(LayerState):
-    """Amax history of one tensor; the module docstring lists the buffers.
+    """Amax history of one tensor. The module docstring lists the buffers.
 
     `lineage` is a hash of the history's content that the host maintains without reading the device.
     Histories that started equal and recorded the same tensors have equal lineages, so their layers

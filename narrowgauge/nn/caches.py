@@ -164,7 +164,7 @@ class GradientCasts(dict[Key, tuple[Tensor, Casts]]):
 
     Autograd passes a gradient on as another object and through views, so the key is the memory
     address and the version, which all views share. The tensor is held until its casts are read or
-    the step ends; otherwise its address could be reused.
+    the step ends. Otherwise its address could be reused.
     """
 
     def put(self, gradient: Tensor, casts: Casts) -> None:

@@ -55,7 +55,7 @@ class Codes(Protocol):
 
 
 class CodedWeight(nn.Parameter):
-    """A Parameter whose values come from codes; see the module docstring.
+    """A Parameter whose values come from codes. See the module docstring.
 
     `hold` turns an ordinary Parameter into one in place, so every reference to it stays valid.
 
@@ -126,7 +126,7 @@ class CodedWeight(nn.Parameter):
 
 
 class LentWeight(Tensor):
-    """A view of a dequantized copy; it reports a write to its CodedWeight."""
+    """A view of a dequantized copy. It reports a write to its CodedWeight."""
 
     _weight: CodedWeight
     _whole: Tensor

@@ -10,7 +10,7 @@
 Source: LSQ (arXiv 1902.08153), as applied to embeddings in "Training Transformers
 with 4-bit Integers" (arXiv 2306.11987, section 5). s is a parameter of the layer.
 It starts at 2 mean|W| / sqrt(max), the rule for Linears (`learned_step`), with a
-cold start of one step. Arithmetic is float32; y has W's dtype.
+cold start of one step. Arithmetic is float32, and y has W's dtype.
 
 The optimizer updates the weight in its own precision, so nothing gets smaller: the model learns to
 work with a quantized table. A tied output head reads W itself, or W cast by its own recipe. Left

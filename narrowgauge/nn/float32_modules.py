@@ -5,7 +5,7 @@
 Tensor inputs are converted to float32. Outputs are rounded once, to the dtype of the first float
 input, so the next layer reads the model's dtype. This holds for modules that cast internally too:
 transformers' RMSNorms compute in float32 and round before they multiply by their weight, and
-nn.LayerNorm requires x and weight of one dtype. The module saves float32 tensors for backward; the
+nn.LayerNorm requires x and weight of one dtype. The module saves float32 tensors for backward. The
 kernels of `fuse` save x in 16 bits.
 
 An entry of the list is a kind, as below, or a pattern of module names (see `structure`):

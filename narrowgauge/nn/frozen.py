@@ -8,7 +8,7 @@
 The weight now equals its dequantized codes. A cast along the other axis adds no error if scales are
 powers of two (fp8-row, mxfp8). With float32 scales (int8) the weight in grad_input loses 2 to 3 dB.
 
-Memory: 1 byte per weight, 1/2 for 4-bit formats, plus scales; power-of-two scales take one byte
+Memory: 1 byte per weight, 1/2 for 4-bit formats, plus scales. Power-of-two scales take one byte
 each (E8M0). The Parameter `weight` keeps its shape and dtype and dequantizes on read
 (`coded_weight`). A state dict of the layer has
 
@@ -180,7 +180,7 @@ class FrozenWeight(LayerState):
     def copied(self, layer: QLinear) -> dict[str, Any]:
         """Return the entries that replace the weight in the `__dict__` of a copied layer.
 
-        The Parameter there has no elements; `hold` fills it in the copy.
+        The Parameter there has no elements. `hold` fills it in the copy.
         """
         self.check(layer)
         if layer.frozen is None:
@@ -196,7 +196,7 @@ class FrozenWeight(LayerState):
         layer.empty_cache()
 
     def move(self, layer: QLinear, moving: Callable[[], object]) -> None:
-        """Move the layer to another device or dtype; the codes decode in the new dtype."""
+        """Move the layer to another device or dtype. The codes decode in the new dtype."""
         weight = layer._parameters["weight"]
         if type(weight) is CodedWeight:
             coded_weight.release(weight)

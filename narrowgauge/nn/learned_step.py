@@ -80,7 +80,7 @@ class LearnedSteps(LayerState):
         self._is_cold = not holds_numbers(self.cold_left) or int(self.cold_left) > 0
 
     def _cold_version(self) -> tuple[int, ...]:
-        """Version and address of `cold_left`; averaged copies (EMA) change it by a write alone."""
+        """Version and address of `cold_left`. Averaged copies (EMA) change it by a write alone."""
         left = self.cold_left
         return () if left.is_inference() or left.is_meta else (left._version, identity(left))
 

@@ -17,13 +17,13 @@ Source: section 4.2 and appendices A.2, A.3 and B of "Training Transformers with
 **Sample first, cast afterwards.** 1 / p_i lies on the contracted axis of grad_weight and cannot be
 applied in an epilogue. The sampled float rows are multiplied by 1 / p_i and then cast
 stochastically as usual: one rounding, unbiased, and the GEMM stays in integers. The paper splits
-the gradient first and samples rows of the parts; docs/four-bit.md measures both. An outer axis
+the gradient first and samples rows of the parts, and docs/four-bit.md measures both. An outer axis
 could apply the weights in the epilogue, but gains as well, since they then do not multiply the
 rounding noise: relative variance .017 against .035 for rows of deviation 1.5.
 
-Plain torch on float64 scores, without host synchronization; compiles with fullgraph=True. A score
-that is not finite makes all probabilities and weights NaN, so a faulty gradient stays visible. The
-caller passes the random numbers, so it can repeat a draw.
+Plain torch on float64 scores, without host synchronization. It compiles with fullgraph=True. A
+score that is not finite makes all probabilities and weights NaN, so a faulty gradient stays
+visible. The caller passes the random numbers, so it can repeat a draw.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def probabilities(scores: Tensor, budget: int) -> Tensor:
     """Inclusion probabilities, proportional to the scores, capped at 1: [R] float64, sum `budget`.
 
     With the scores in descending order, M is the first m with c_m (n - m) <= sum of c_j over j >=
-    m. The M largest scores have p = 1; the others share n - M in proportion to c. If at most
+    m. The M largest scores have p = 1. The others share n - M in proportion to c. If at most
     `budget` scores are positive, those have p = 1 and the others 0, and sampling loses nothing.
     """
     assert min(len(scores), 1) <= budget <= len(scores)

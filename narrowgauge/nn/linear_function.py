@@ -11,7 +11,7 @@ Each operand is rotated along its contracted axis, if the recipe rotates, and th
 (straight_through.py) the backward GEMMs read the codes of the forward pass. Their results are
 gradients of the dequantized operands, which `gradient` converts to gradients of x and w.
 
-Left out: second derivatives, which raise an error; `suspended` computes them.
+Left out: second derivatives, which raise an error. `suspended` computes them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
     if layer.gathered is not None:
         layer.gathered.forget()
     if not layer.weight.is_meta and any(each.is_meta for each in added(layer).values()):
-        # load_state_dict(assign=True) replaces the tensors it loads; the others are still on meta.
+        # load_state_dict(assign=True) replaces the tensors it loads. The others are still on meta.
         layer.steps = None
         layer.renew_state()
     own = {f"{prefix}{name}": value for name, value in added(layer).items()}
@@ -80,7 +80,7 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
 def _take_whole_weight(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> Tensor | None:
     """Prepare a weight's entries for loading; return the 16-bit weight that was removed, or None.
 
-    A layer without codes loads `weight`; a state dict with codes alone is an error. A layer with
+    A layer without codes loads `weight`. A state dict with codes alone is an error. A layer with
     codes loads the codes of the state dict if they decode to the `weight` beside them, or if
     `weight` is missing. Else it casts `weight`.
     """

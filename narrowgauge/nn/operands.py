@@ -267,7 +267,7 @@ class Operand:
             return high_precision(x, self.context.out_dtype)
         noise = self._noise(x, which) if cast.rounding == "stochastic" else None
         # Under current scaling an amax is known if an earlier read returned
-        # it; it saves one read here.
+        # it, which saves one read here.
         amax = self.casts.amax if isinstance(cast.calibrate, Window | Current) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
 

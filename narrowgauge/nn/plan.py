@@ -177,7 +177,7 @@ class LinearPlan:
     def step_cast(self) -> tuple[Cast | None, str]:
         """Return (cast, '') for the weight cast that an optimizer step can leave beside the weight.
 
-        Returns (None, reason) if it cannot; the reason is a clause.
+        Returns (None, reason) if it cannot. The reason is a clause.
         """
         w, recipe = self.w, self.recipe
         if recipe.backward == "straight-through":

@@ -9,8 +9,8 @@ One row per placement of the weight, for each mesh axis. x is redistributed firs
     tokens         Replicate   Shard(i)     Shard(i)     Shard(i)        summed here, Replicate
 
 The parallel style that requests another placement of y reduces Partial. A row-wise bias is added on
-the first rank alone, before y is rounded; its gradient comes from the whole y. Current scaling and
-tiles use the local shard. Learned steps are equal on all ranks; their gradients are summed over the
+the first rank alone, before y is rounded. Its gradient comes from the whole y. Current scaling and
+tiles use the local shard. Learned steps are equal on all ranks. Their gradients are summed over the
 ranks that hold a part of x or of the weight.
 
 QLinear.forward imports this module on the first DTensor, since torch.distributed.tensor takes a
@@ -96,7 +96,7 @@ class Locals:
         return _Zeros.apply(own) if any(others) else own
 
     def summed(self, local: Tensor, axes: tuple[bool, ...]) -> Tensor:
-        """Return local, equal on all ranks of the mesh axes; sum its gradient over these axes."""
+        """Return local, equal on all ranks of the mesh axes. Sum its gradient over these axes."""
         if not any(axes):
             return local
         there = (Replicate(),) * len(axes)
@@ -216,7 +216,7 @@ def _waited(local: Any) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """x's local tensor; the gradient is wrapped as a DTensor of `spec`."""
+    """x's local tensor. The gradient is wrapped as a DTensor of `spec`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, spec: DTensorSpec) -> Tensor:
@@ -232,7 +232,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The DTensor of `spec` with local part y; backward returns the local part of the gradient.
+    """The DTensor of `spec` with local part y. Backward returns the local part of the gradient.
 
     If y is Partial, its gradient is the whole (Replicate) gradient.
     """
@@ -254,7 +254,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Waited(torch.autograd.Function):
-    """Wait for an asynchronous collective; the gradient passes unchanged."""
+    """Wait for an asynchronous collective. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -267,7 +267,7 @@ class _Waited(torch.autograd.Function):
 
 
 class _Zeros(torch.autograd.Function):
-    """Zeros in place of a bias that another rank adds; the gradient passes to the bias."""
+    """Zeros in place of a bias that another rank adds. The gradient passes to the bias."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def warn_of_eval(layers: Collection[Any]) -> None:
 
 
 def warn_of_unseen_writes(layers: dict[Any, str]) -> None:
-    """Warn of weights that were written behind reused casts; those layers recast from now on."""
+    """Warn of weights that were written behind reused casts. Those layers recast from now on."""
     found = []
     for layer, name in layers.items():
         if not (suspects := layer.suspects):

@@ -132,7 +132,7 @@ class CodedOperand(Operand):
     def original(self) -> Tensor:
         """The tensor, or the dequantized codes if only codes are saved.
 
-        An observer saves x too; the dequantized x is returned then, so that
+        An observer saves x too. The dequantized x is returned then, so that
         rows are sampled as without it.
         """
         shown = self.tensor is not None and not (self.context.watches and self.plan.role == "x")
@@ -275,7 +275,7 @@ class CodedWeight(CodedOperand):
 
 
 class CodedGradient(Operand):
-    """gy [T, N]. Each GEMM may read a sample of its rows; `state` is where the sampler records.
+    """gy [T, N]. Each GEMM may read a sample of its rows. `state` is where the sampler records.
 
     read_rows  gy, or its sampled and weighted rows, as the last GEMM reads them
     sample     the sample; None: all rows
@@ -395,7 +395,7 @@ def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     """The step as a scale [1, 1], NaN if x has a NaN or an infinity."""
     assert step is not None
     # sum * 0 is NaN for such an x, which a learned step would otherwise
-    # hide; an amax shows it itself.
+    # hide. An amax shows it itself.
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
 
 

@@ -19,7 +19,7 @@ def keeps_casts(layer: QLinear) -> bool:
 
 
 def cast_weight(layer: QLinear) -> Casts:
-    """Cast the weight now; the result is empty if `keeps_casts` is False."""
+    """Cast the weight now. The result is empty if `keeps_casts` is False."""
     # A cache of its own: the casts that the layer holds now stay as they are.
     cache = WeightCache()
     weight: Tensor = layer.weight

@@ -16,7 +16,7 @@ WeightCodes = Literal["auto", "recast", "step"]
 def chosen(
     asked: WeightCodes, device_type: str, micro_batches: int = 1, step_fits: bool | None = None, compiled: bool = False
 ) -> Literal["recast", "step"]:
-    """Resolve "auto" for a device; other values are returned as they are.
+    """Resolve "auto" for a device. Other values are returned as they are.
 
     micro_batches  micro-batches of a step
     step_fits      True if a plan found memory for the codes of all weights; None: unknown

@@ -5,9 +5,9 @@ module of the same class whose ordinary Linears have the same names, shapes and 
 weights. The warning follows if a copy computes without gradients in the second step, after the
 model. Two models that train side by side are compared on purpose and are not reported.
 
-Cost: one pass over Python's objects, some tens of milliseconds; forward
-hooks for one step if there is a copy. Nothing is searched if torch.compile
-has compiled anything: its guards would see the hook.
+Cost: one pass over Python's objects, some tens of milliseconds, and
+forward hooks for one step if there is a copy. Nothing is searched if
+torch.compile has compiled anything: its guards would see the hook.
 """
 
 from __future__ import annotations
