@@ -139,7 +139,7 @@ def convert(
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}")
     given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
-    wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> why it stays wide
+    wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
     left_to_auto: dict[str, nn.Linear] = {}
     for name, patterns in matching.items():
         if kept[name] is not None:

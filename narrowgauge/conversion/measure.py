@@ -48,7 +48,7 @@ FORMAT = 1  # version of the cache file
 MEASURED = reading.Kind(most_bytes=64 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
 
 Step = Callable[[int], None]  # one forward and backward on the n-th set of inputs
-Clock = Callable[[Step, int], float]  # seconds of so many steps
+Clock = Callable[[Step, int], float]  # (step, n) -> seconds of n steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -272,7 +272,7 @@ class Operand:
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:
-        from narrowgauge.nn.noise import noise_of  # where casts round stochastically alone
+        from narrowgauge.nn.noise import noise_of  # only for stochastic casts
 
         return noise_of(self, x, which)
 
@@ -407,7 +407,7 @@ class Operand:
         """(gy) True if grad_input may run after grad_weight; draws its random numbers now."""
         if self.plan.pairs or self.context.observer is not None or is_compiling():
             return False
-        from narrowgauge.nn.noise import drawn_ahead  # where one cast of gy does not serve both products
+        from narrowgauge.nn.noise import drawn_ahead  # only if gy needs two casts
 
         return drawn_ahead(self, w)
 

@@ -85,7 +85,7 @@ class OperandPlan:
             return None, tile_amax(x.detach(), (WHOLE, WHOLE))
         key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
         if (run := self.kernels.get(key)) is None:
-            from narrowgauge.ops.quantize import pair  # where weights are cast again
+            from narrowgauge.ops.quantize import pair  # only for weights that backward recasts
 
             run = self.kernels[key] = pair.plan_with_amax(x, self.rows)
         found: tuple[QTensor | None, Tensor] = run(x)
@@ -112,7 +112,7 @@ class OperandPlan:
             )
         key = (delayed, both, records, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
-            from narrowgauge.ops.quantize import pair  # where kernels read codes
+            from narrowgauge.ops.quantize import pair  # only for kernels that read codes
 
             reads_once = pair.reads_once(x, self.rows, delayed, both)
             self.kernels[key] = pair.plan(x, self.rows, records, both, delayed) if reads_once else None
