@@ -18,6 +18,7 @@ from narrowgauge.errors import ConfigError, StorageError
 from narrowgauge.storage import reading
 
 SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
+# No limit on the size: the log is only appended to here.
 LOG = reading.Kind(
     most_bytes=2**62, error=StorageError, step="Remove what stands in its place, or choose another --output."
 )
@@ -41,7 +42,7 @@ class MetricsLog:
         if tensorboard:
             if not importlib.util.find_spec("tensorboard"):
                 raise ConfigError("tensorboard = true: the package is not installed. Run: pip install tensorboard.")
-            from torch.utils.tensorboard import SummaryWriter  # 2 s of imports, for those who ask
+            from torch.utils.tensorboard import SummaryWriter  # lazy: the import takes 2 s
 
             self._board = SummaryWriter(str(tensorboard))
         with storage.refusals("append to", path):
@@ -54,11 +55,16 @@ class MetricsLog:
                 raise
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Writes one event, and syncs it if it is in SYNCED. StorageError if that fails."""
+        """Writes one event, and syncs it if it is in SYNCED.
+
+        Raises StorageError if the write fails.
+        """
         line = encode({"event": event, "step": step, **values}).encode() + b"\n"
         with storage.refusals("append to", self.path):
             if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # cut short; the next opening removes the stump
+                # An unbuffered write may be short on a full disk; the next opening removes the torn
+                # line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if event in SYNCED:
             self.sync()
         if self._board:
@@ -67,7 +73,7 @@ class MetricsLog:
                     self._board.add_scalar(f"{event}/{key}", values[key], step)
 
     def sync(self) -> None:
-        """Waits until the lines so far are on the disk."""
+        """Waits until all lines so far are on the disk."""
         with storage.refusals("append to", self.path):
             os.fsync(self._file.fileno())
 
@@ -87,7 +93,7 @@ class MetricsLog:
 
 
 def _cut_torn_line(file: IO[bytes], path: Path) -> None:
-    """Removes what stands after the last newline: the stump of a line that a crash cut short."""
+    """Removes everything after the last newline: a line that a crash cut short."""
     size = file.seek(0, os.SEEK_END)
     start = file.seek(max(0, size - LONGEST_LINE))
     end = file.read(LONGEST_LINE).rfind(b"\n")
