@@ -71,8 +71,8 @@ def newest_valid(
     """Reads the newest intact checkpoint. Returns (checkpoint or None, [(skipped path, reason)]).
 
     room     f(checkpoint with tensors on "meta") -> tensors of the same groups, names, dtypes and
-             shapes, sharded as they are to be now. The
-             checkpoint is read into them. Generators are read separately.
+             shapes, sharded as they are to be now; the checkpoint is read into them. Generators are
+             read separately.
     in_part  `room` returns only a part of the tensors, as for a pipeline stage
 
     Returns (None, []) without any checkpoint. Raises the errors of `store.newest_valid`. A
@@ -95,9 +95,13 @@ def newest_valid(
         except CheckpointError as error:
             skipped.append((path, str(error)))
             continue
+        # Outside the `try`: an error of `room` concerns this run, and an older checkpoint would not
+        # help.
         given = room(stored)
         state = {group: dict(members) for group, members in given.items() if members}
         ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=in_part)
+        # The model's weights are overwritten by now. The next checkpoint overwrites them again, or
+        # the function raises.
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue

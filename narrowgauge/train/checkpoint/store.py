@@ -167,6 +167,7 @@ def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, 
             name, data = f"{group}-{index}.safetensors", safetensors.torch.save(shard)
             storage.write_synced(folder / name, data)
             files[name] = manifest.listed(data)
+    # The manifest comes last: a folder without it is no checkpoint.
     storage.write_synced(folder / NAME, Manifest(step, list(tensors), ties, files).signed())
     storage.flush(folder)
 
@@ -185,6 +186,7 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
+        # Safetensors rejects tensors that share memory within a file.
         shard[name] = addresses.own(tensor, taken)
         size += tensor.nbytes
     if shard:
@@ -227,6 +229,7 @@ def _of_several_ranks(path: Path, listing: Manifest) -> Checkpoint:
     from narrowgauge.distributed import storage as ranks
 
     state = ranks.read(path)
+    # In a sharded checkpoint, the facts are an entry called "facts" beside the groups.
     facts = state.pop(FACTS.partition(".")[0], {})
     refuse_nonfinite(state, path)
     return Checkpoint(listing.step, state, facts, path)
@@ -299,6 +302,8 @@ class Best:
         value = float(found[self.metric])
         sign = -1 if self.metric in LOWER_IS_BETTER else 1
         loss = float(found.get("loss", math.nan))
+        # Comparisons with the initial NaN are false, so the first evaluation is accepted by
+        # `self.step` below.
         is_better = sign * value > sign * self.value or (value == self.value and loss < self.loss)
         if not math.isfinite(value) or (self.step and not is_better):
             return False
