@@ -154,12 +154,15 @@ def _of_checkpoint(saved: SavedRun, path: Path, dtype: str, tasks: LmTasks | Non
         if tasks is None:
             found[version] = {VALIDATION: _on_own_data(saved, ready, dtype)}
         else:
+            # Both versions score the same loaded tasks from the same seed, so their examples pair
+            # up.
             found[version] = tasks.scores(ready, saved.task.tokenizer)
     return {"step": step, "not_narrow": why, **joined(found)}
 
 
 def _on_own_data(saved: SavedRun, model: Any, dtype: str) -> Scores:
     """Metrics of the run's own evaluations, in its precision or with all weights in `dtype`."""
+    # With an explicit dtype all weights have it already, so autocast stays off.
     precision = precisions.get(saved.config.precision if not dtype else "fp32")
     objective = saved.task.objective(model, DTYPES[dtype] if dtype else precision.computes_in)
 

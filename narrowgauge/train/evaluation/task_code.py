@@ -8,8 +8,7 @@
     hf_evaluate: true          the same for a name that lm-eval knows
     dataset_path               a script (.py), or "pandas", which unpickles in datasets before 5
     templates ({{ ... }})      lm-eval renders them in a plain Jinja environment, from which all of
-                               Python can be reached. They are rendered
-                               in Jinja's sandbox here
+                               Python can be reached. They are rendered in Jinja's sandbox here
 
 Reading a file composes YAML nodes without constructing objects, so it runs nothing. Checked against
 lm-eval 0.4.13: tasks/_yaml_loader.py, api/registry.py and utils.py.
@@ -73,6 +72,7 @@ def _checked(file: Path, named: Path, metrics: frozenset[str]) -> Iterator[Path]
         if node is None or id(node) in seen:
             continue
         seen.add(id(node))
+        # Any tag outside plain YAML names a constructor, which lm-eval's loader would call.
         if not node.tag.startswith(PLAIN) or node.tag.startswith(PYTHON):
             words = node.value if isinstance(node, yaml.ScalarNode) else "..."
             tag = node.tag.replace(PLAIN, "!!")
