@@ -8,8 +8,8 @@
 
 A sentinel process of 16 MB watches each rank and torchrun. It writes a heartbeat to torchrun's
 store and reads the heartbeats of other ranks (see sentinel.py). A thread of the rank wakes once a
-second. It sends the sentinel the main thread's stack and reports if the rank waits for others. When
-the run has failed elsewhere, the thread ends the process after GRACE_S with the exit code of the
+second. It sends the sentinel the main thread's stack and reports if the rank waits for others.
+After a failure elsewhere, the thread ends the process after GRACE_S, with the exit code of the
 failure. The delay lets a rank that notices the failure by itself end in order.
 
 Cost: 10 µs per progress report, and 20 µs per second. `narrowgauge train` uses this by default. A
@@ -242,9 +242,10 @@ class Watched:
 def _waits(inner: FrameType, used: float) -> bool:
     """True if a stack waits for other ranks.
 
-    used  CPU time over wall time since the last look. DistributedDataParallel waits for its
-          messages at the end of backward, where Python
-          sees the autograd engine alone. A backward pass that computes uses more than IDLE.
+    used  CPU time over wall time since the last look
+
+    DistributedDataParallel waits for its messages at the end of backward, where Python sees the
+    autograd engine alone. A backward pass that computes uses more than IDLE.
     """
     where = inner.f_code.co_filename.replace(os.sep, "/")
     if "/torch/distributed/" in where or inner.f_code.co_name == "wait_for_first_rank":

@@ -124,8 +124,8 @@ class Sentinel:
     def _lives(self, pid: int) -> bool:
         """True if the rank or the launcher runs."""
         if pid == self.setting.pid:
-            # The sentinel is a child of the rank: a dead parent is replaced, even if its pid is
-            # used again.
+            # The sentinel is a child of the rank: getppid changes when the rank dies, even if its
+            # pid is reused.
             return os.getppid() == pid
         # A pidfd refers to one process: a new process with the same pid does not look alive.
         descriptor = self._descriptors.get(pid)
