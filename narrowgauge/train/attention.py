@@ -33,8 +33,8 @@ def float32_attention(
 ) -> tuple[Tensor, None]:
     """Attention in float32, for transformers' attention interface.
 
-    query             [batch, heads, tokens, head_dim], key and value alike
-    ->                ([batch, tokens, heads, head_dim] in the dtype of query, None)
+    query  [batch, heads, tokens, head_dim], as are key and value
+    ->     ([batch, tokens, heads, head_dim] in the dtype of query, None)
     """
     # Autocast would cast the float32 inputs back to 16 bits.
     with torch.autocast(query.device.type, enabled=False):
@@ -81,6 +81,7 @@ class _WideSoftmax(TorchFunctionMode):
 
 def eager_attention(module: nn.Module, *given: Any, **options: Any) -> Any:
     """The eager attention of the layer's own modeling file, with its softmax in float32."""
+    # Transformers has one eager_attention_forward per modeling file.
     own = sys.modules[type(module).__module__].eager_attention_forward
     with _WideSoftmax():
         return own(module, *given, **options)
@@ -138,6 +139,8 @@ def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool
     if config._attn_implementation not in WITHOUT_MASK:
         return False
     name, attention = WITHOUT_MASK[config._attn_implementation]
+    # No AttentionMaskInterface.register: without it transformers passes no mask, and sdpa uses
+    # is_causal.
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
     return True

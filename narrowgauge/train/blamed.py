@@ -10,9 +10,8 @@ everywhere, 16 bits with another order of summation as a control, and the recipe
 
     gap        mean loss of the second half of a probe, minus the same mean with 16 bits everywhere
     hurts      the recipe's gap exceeds NOISE times the control's gap (or the recipe's loss is not
-               finite), and a suspect alone in 16 bits
-               removes COMES_BACK (half) of it; each of several suspects has to remove its share of
-               this half
+               finite), and a suspect alone in 16 bits removes COMES_BACK (half) of this gap. Each
+               of several suspects together has to remove its share of this half
 """
 
 from __future__ import annotations
@@ -83,6 +82,8 @@ def blame_run(
     if (
         suspects
         and (number := min(steps, trainer.config.steps - trainer.step)) >= SHORTEST
+        # Captured graphs replay the recipe's kernels, so probes of other recipes are impossible:
+        # compare gradients instead.
         and not trainer.config.cuda_graph
     ):
         confirmations = by_stretches(trainer, suspects, number, where)
@@ -125,7 +126,7 @@ def by_stretches(
 ) -> list[Confirmation]:
     """Confirms suspects by probes, one result per suspect.
 
-    If no single one of several suspects suffices, a last probe takes all of them together.
+    If each of several suspects is too little alone, a last probe has all suspects in 16 bits.
     """
     taken = partial(stretch, trainer, steps, where=where)
     narrow, wide = taken(_as_it_is), taken(suspended)
@@ -151,6 +152,7 @@ def by_stretches(
                 tuple(each.name for each in group), None, f"its stretch was cut short by {own.ended}", numbers
             )
         left = _level(own) - level
+        # A loss that becomes finite counts as all of the gap, a loss that does not as nothing.
         back = 1.0 if narrow.lost and not own.lost else 0.0 if own.lost or narrow.lost else 1 - abs(left) / abs(gap)
         words = f"in {steps} steps with {'it' if len(group) == 1 else 'them'} alone in 16 bits "
         if narrow.lost:

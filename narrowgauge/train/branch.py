@@ -2,13 +2,12 @@
 
 Recipe, precision and formats of the optimizer states may differ from its parent, the other run.
 
-    copied exactly       weights (16-bit weights with their masters), position in the data,
-                         generators, step number (and with it the
-                         learning rate), loss scale
-    converted by value   moments and masters that the branch stores in other formats
-                         (`optim.carried`)
-    copied if compatible amax histories, learned steps, sampler statistics: if the layer's recipe
-    uses the same, else they start fresh
+    copied exactly        weights (16-bit weights with their masters), position in the data,
+                          generators, step number (and with it the learning rate), loss scale
+    converted by value    moments and masters that the branch stores in other formats
+                          (`optim.carried`)
+    copied if compatible  amax histories, learned steps, sampler statistics: if the layer's recipe
+                          uses the same, else they start fresh
 
 A branch with the parent's settings is bit-identical to the parent's continuation. It starts by
 writing a checkpoint of its own and then resumes from it like any run. So it can be killed and
@@ -77,6 +76,7 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())
         if chooses and _same_recipes(parent_config, config):
             folder.write_run({"auto": parent.auto})  # the same recipes: keep the parent's choices
+        # On the CPU: creating a branch needs no GPU unless "auto" has to measure.
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
         branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         said = take_over(parent, branch)
@@ -137,6 +137,8 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     _take_weights(parent, branch)
     said = _take_layers(parent.model, branch.model)
     pairs = list(_pairs(parent, branch))
+    # Converts by rounding to nearest: in a single conversion, the errors of stochastic rounding do
+    # not average out.
     found = carried.carry(parent.optimizer, branch.optimizer, pairs)
     if not found.states:
         said.append("The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken.")

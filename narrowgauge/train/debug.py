@@ -92,6 +92,7 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
     prepared, task = prepare(config)
     with StopRequest() as stop, reopened(start, prepared, task, device or config.device) as trainer:
         trainer.stop = stop
+        # As in Trainer.train: code since the restore may have drawn random numbers.
         set_generators(trainer.generators)
         ladder = _ladder(trainer, run, at, steps)
         path = run / f"debug-{at}.json"
@@ -114,6 +115,7 @@ def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
     """The ladder, limited to the steps that remain before the end or the next recipe switch."""
     begun, config = trainer.step, trainer.config
     for stage in trainer.stages:
+        # A switch at the first probed step belongs to the recipe.
         if stage.step == begun + 1:
             stage.apply(trainer.model)
     last = min([config.steps, *(stage.step - 1 for stage in trainer.stages if stage.step > begun + 1)])
@@ -198,6 +200,7 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
         if rung.losses:
             per_step_s = rung.spent_s / len(rung.losses)
         ladder.rungs[name] = rung
+        # After every rung: a killed command continues from here.
         storage.replace_file(path, encode({**key, **ladder.facts()}, indent=1) + "\n")
 
 

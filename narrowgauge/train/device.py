@@ -30,7 +30,7 @@ WORKSPACE, CUBLASLT_KIB = "CUBLASLT_WORKSPACE_SIZE", 32768
 
 
 def chosen_device(name: str) -> torch.device:
-    """Parses the setting `device`. "auto" is the first CUDA device if there is one, else the CPU.
+    """Parses the setting `device`. "auto" is the first CUDA device, or the CPU if there is none.
 
     Raises ConfigError for a device that is not present.
     """
@@ -63,7 +63,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def device_name(device: torch.device) -> str:
-    """ "NVIDIA H200" or "AMD EPYC, 2 threads"."""
+    """Name of the device, such as "NVIDIA H200" or "AMD EPYC, 2 threads"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor_name()}, {threads_words()}"

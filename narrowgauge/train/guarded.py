@@ -1,9 +1,8 @@
 """Guard of a run: regular comparison with BF16 reference steps from the same state.
 
     after step k      copy the state; run `steps` steps in BF16 (at the first check and every fourth
-                      a second time, summed in another
-                      order, as a control); restore the state; the run continues as if nothing had
-                      happened (`stretch`)
+                      a second time, summed in another order, as a control); restore the state; the
+                      run continues as if nothing had happened (`stretch`)
     step k + steps    compare the mean losses of both over the second half; add the difference to
                       `Evidence` and log a `guard` event
 
@@ -11,7 +10,7 @@ The setting `then` decides what follows when the run is worse. Unless it is `war
 BF16 reference becomes the state of the run, so nothing is computed twice. A checkpoint in RUN/guard
 holds this state during the check. The log replaces the run's steps by the reference steps (event
 `rewind`). Afterwards the run continues in BF16 until the next check, which tries low precision
-again (`stay`), or gets a wider recipe for good.
+again (`stay`), or gets a wider recipe (one with more bits) for good.
 
 Each checkpoint of the run stores the check in progress, so a killed run resumes in the middle of a
 check. A check that would contain a recipe switch starts after the switch.
@@ -149,6 +148,7 @@ class Guard(Watch):
                 # Save the end of the reference as a checkpoint rather than a copy in memory: it may
                 # become the run, so it must survive a kill during the check.
                 checkpoints.save(self.kept, trainer.step, *trainer.collected(), 1, trainer.ranks)
+        # A stopped reference is dropped: the resumed run starts the check again.
         if wide.ended:
             return
         running = Running(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
@@ -379,7 +379,7 @@ class Guard(Watch):
             self.evidence.first = known["first"]
 
     def _recorded(self) -> dict[str, Any]:
-        """Reads the same from run.json and the log, which rank 0 has."""
+        """Reads both conditions from run.json and the log, which rank 0 has."""
         member = lineage.read(self.trainer.folder.path)
         return {"trivial": trivial_of(member.run).get("loss"), "first": lineage.whole_curve(member)[:ENDS]}
 

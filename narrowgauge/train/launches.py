@@ -64,6 +64,7 @@ def accumulate(step: cuda_graphs.GraphedStep, batch: Batch, targets: int, head: 
     """
     if head is not None:
         check_labels(batch["labels"], head.weight.shape[0])
+    # A tensor input: a captured graph would repeat the value of a Python number.
     step.accumulate({**batch, TARGETS: torch.tensor(float(targets))})
 
 
@@ -131,6 +132,7 @@ class LaunchMonitor:
             self._captured, self._noted = now, len(notes)
         if self.config.compile:
             count = compiled_graphs()
+            # The first count is the expected compilation.
             if self._compiled and count > self._compiled:
                 show.say(
                     f"step {number}: torch.compile made {count - self._compiled} graphs anew, {count} so far: shapes or settings "

@@ -201,6 +201,7 @@ def _train_and_log(
     with followers.log_of(folder, config.tensorboard, ranks) as log:
         device = ranks.device(config.device)
         freed_memory = keep_freed_memory(config.keep_freed, device)
+        # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
         folder.write_config(asked)
@@ -234,6 +235,8 @@ def _train_and_log(
                 )
             if line := trainer.watch.last_words():
                 show.say(line)
+            # Log `done` after the export: it may still fail, and a log that said `done` before
+            # would be wrong.
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

@@ -1,9 +1,11 @@
-"""The log of a run: one JSON object per line, written unbuffered, so a killed run keeps every finished line.
+"""The log of a run: one JSON object per line, written unbuffered.
 
-A power cut loses lines that are not synced. The log syncs before a checkpoint and after the events in SYNCED. Lines of steps after the
-last checkpoint may be lost; the resumed run repeats those steps.
+A killed run keeps every finished line. A power cut loses lines that are not synced. The log syncs
+before a checkpoint and after the events in SYNCED. Lines of steps after the last checkpoint may be
+lost, but the resumed run repeats those steps.
 
-Events and their keys: docs/architecture.md. Reading: `narrowgauge.diagnose.runs`, which undoes what a resumed run wrote twice.
+docs/architecture.md lists the events and their keys. `narrowgauge.diagnose.runs` reads the log and
+drops lines that a resumed run wrote a second time.
 """
 
 import errno
@@ -33,7 +35,10 @@ CURVES = {
 
 
 class MetricsLog:
-    """Appends events to `path`; with `tensorboard`, a folder, their curves go there as well."""
+    """Appends events to `path`.
+
+    tensorboard  folder that receives the curves as well; None: no folder
+    """
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         self.path = path

@@ -111,7 +111,7 @@ class ModelClass:
     """A class of transformers models."""
 
     auto: Any  # Auto class of transformers
-    words: str  # for messages
+    words: str  # description, for messages
     # Overrides of the model's own configuration
     options: Mapping[str, Any] = field(default_factory=dict)
     new: bool = False  # a head without stored weights may start at random
@@ -298,10 +298,11 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
 def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int, words: str) -> list[Stage]:
     """The recipe switches plus one more, to `recipe` after step `after`.
 
-    It changes all layers for which `recipe` has more bits.
+    words  name of the switch in the log
 
-    Later switches then start from the new recipes, and may change nothing. words names the switch
-    in the log. Raises ConfigError if the new switch changes nothing itself.
+    The switch changes all layers for which `recipe` has more bits. Later switches then start from
+    the new recipes, and may change nothing. Raises ConfigError if the new switch changes nothing
+    itself.
     """
     now = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
     # Undo the switches already applied to the model: start from the first recipes
@@ -322,5 +323,5 @@ def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int
 
 
 def _still_wider(now: Recipe, planned: Recipe) -> Recipe:
-    """The planned recipe if no product of it has fewer bits than now, else the present recipe."""
+    """The planned recipe if each of its matmuls has at least as many bits as now, else `now`."""
     return planned if all(bits(planned.gemms()[name]) >= bits(now.gemms()[name]) for name in GEMMS) else now

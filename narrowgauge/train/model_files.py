@@ -30,9 +30,9 @@ OF_MODELS = reading.Kind(most_bytes=reading.GIB, step=NEXT, follow_links=True)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disables transformers' progress bars and its table of missing weights:
+    """Disables transformers' progress bars and its table of missing weights.
 
-    `pretrained` reports them.
+    `pretrained` reports missing weights itself.
     """
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

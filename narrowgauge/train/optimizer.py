@@ -61,6 +61,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision)
     if is_plain and not config.step_in_backward and config.held_gradients == "16bit":
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
+        # With pipeline or tensor parallelism, parameters lie on several meshes, or some on none.
         several = len({_mesh_of(each) for each in model.parameters()}) > 1
         made = LocalAdamW if several else torch.optim.AdamW
         optimizer: torch.optim.Optimizer = made(plain, **_adam_settings(config), fused=True)

@@ -57,9 +57,9 @@ class Decision:
 
     @torch.no_grad()
     def see(self, readings: Tensor) -> None:
-        """Updates the flags from a step's results:
+        """Updates the flags from the results of a step.
 
-        [micro-batches + 1], its losses, then its gradient norm.
+        readings  [micro-batches + 1]: the losses, then the gradient norm
         """
         finite = readings.isfinite()
         bad = torch.stack((~finite[:-1].all(), ~finite[-1])).to(torch.float32)
@@ -81,6 +81,7 @@ class Decision:
         Optimizers of torch must be fused.
         """
         asked: Any = optimizer
+        # Torch's fused optimizers know only found_inf, so `halted` is merged into it.
         if isinstance(optimizer, NarrowOptimizer):
             asked.halted, asked.found_inf = self.halted, self.found_inf if self.scales else None
         else:

@@ -56,10 +56,7 @@ class Place:
 
     @classmethod
     def of(cls, text: str) -> Place:
-        """Parses "RUN", "RUN@STEP" or "RUN@best".
-
-        The name of an existing folder may contain an @.
-        """
+        """Parses "RUN", "RUN@STEP" or "RUN@best". A folder with an @ in its name is a RUN."""
         found = re.fullmatch(r"(.+)@([0-9]{1,8}|best)", text)
         if found is None or Path(text).is_dir():
             return cls(Path(text))
@@ -113,7 +110,7 @@ def existing(run: Path) -> str:
 def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
     """Settings of a branch: its parent's settings with changes.
 
-    parent  "RUN", "RUN@STEP" or "RUN@best"
+    parent   "RUN", "RUN@STEP" or "RUN@best"
     changes  field names and values
     """
     given = {"output": output, "parent": parent, **changes}

@@ -57,6 +57,7 @@ class Running:
     def of(cls, facts: Mapping[str, Any], terms: dict[str, Any]) -> Running | None:
         """Rebuilds a check from a checkpoint; None if the run continues under other terms."""
         known = dict(facts)
+        # Under other settings or batches, the BF16 steps are no reference for the run.
         if known.pop("terms", None) != terms:
             return None
         return cls(**{**known, "audited": Audited(**known.get("audited", {}))})

@@ -20,11 +20,10 @@ Metrics = dict[str, Any]
 
 
 def narrow_forward(model: nn.Module) -> dict[tuple[str, str], str]:
-    """Low-precision parts of the forward pass:
+    """Low-precision parts of the forward pass. If there are none, both scores are identical.
 
-    (layer, "output") -> recipe name, (embedding, "rows") -> format of its codes.
-
-    If the result is empty, both scores are identical.
+    (layer, "output")    -> name of its recipe
+    (embedding, "rows")  -> format of its codes
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
     found = {

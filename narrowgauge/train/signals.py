@@ -34,10 +34,11 @@ class StopRequest:
     """
 
     def __init__(self, patient: bool = False) -> None:
-        """patient: one rank of several, which ignores a second Ctrl-C.
+        """Creates a request. Handlers are installed on entering the context.
 
-        torchrun forwards each signal to all ranks, and a rank that stopped inside a step would
-        leave the others in a collective.
+        patient  one rank of several, which ignores a second Ctrl-C. torchrun forwards each signal
+                 to all ranks, and a rank that stopped inside a step would leave the others in a
+                 collective.
         """
         self.requested: Request = ""
         self._patient = patient

@@ -1,16 +1,14 @@
 """Loss spikes of a run (`on_spike`): detection, attribution by BF16 steps, skipping of batches.
 
-The rule that detects them is in diagnose/spikes.py.
+The rule that detects a spike is in diagnose/spikes.py.
 
     judge    load the newest checkpoint before the spike, run the same batches up to the spike in
-             BF16, restore the run (`stretch`).
-             If the BF16 loss also lies above its curve there (by LOSS_WITH_NORM scales), the data
-             are the cause, else the format
+             BF16, restore the run (`stretch`). If the BF16 loss also lies above its curve there (by
+             LOSS_WITH_NORM scales), the data are the cause, else the format
     warn     log the cause
-    skip     if the data are the cause, go back to that checkpoint and leave the batch of the spike
-             out. The log and later checkpoints
-             record the batch. A spike caused by the format is not skipped, since it would recur:
-             use the guard or a wider recipe
+    skip     if the data are the cause, rewind to that checkpoint and leave the batch of the spike
+             out. The log and later checkpoints record the batch. A spike caused by the format is
+             not skipped, since it would recur: use the guard or a wider recipe
 
 Judging a spike costs the steps since the checkpoint in BF16, and a skip costs the same steps in the
 run's recipe. A non-finite loss or norm ends the run before anything changes and is no spike here.
@@ -110,7 +108,7 @@ class SpikeWatch(Watch):
     def _went_back(self, spike: Spike, show: Console) -> bool:
         """Judges, logs and possibly skips a spike.
 
-        Returns True if the run went back, which may undo later spikes too.
+        Returns True if the run was rewound, which may undo later spikes too.
         """
         trainer = self.trainer
         judged = self._judged(spike)
@@ -190,13 +188,14 @@ class SpikeWatch(Watch):
         trainer, found = self.trainer, self._newest()
         assert found is not None  # the judgement used this checkpoint
         steps = trainer.step - found.step
-        # All watches restore, this one included: the rule must forget the steps that are undone.
         trainer.optimizer.zero_grad()
         trainer.take_up(found)
         trainer.feed.leave_out(left_out)
+        # All watches restore, this one included: the rule must forget the steps that are undone.
         trainer.watch.restore(found.facts)
         trainer.saved_step = found.step
         if trainer.decision is not None:
+            # The old flags describe steps that are undone.
             trainer.decision = trainer.new_decision()
         if trainer.pending is not None:
             trainer.pending.forget_windows()

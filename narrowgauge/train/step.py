@@ -66,6 +66,7 @@ def clipped(config: TrainConfig, model: nn.Module, stages: Any = None, held: Hel
     """
     if held is not None:
         return held.measure()
+    # Wide: float64 sums of squares give one process the same norm as its shards on several ranks.
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 

@@ -30,6 +30,8 @@ WORDS = {
 def refuse(config: TrainConfig, layout: Layout) -> None:
     """Raises ConfigError if the layout sums gradients over ranks only after backward."""
     key = "step_in_backward" if config.step_in_backward else "held_gradients" if config.held_gradients == "fp8" else ""
+    # FSDP2 alone reduces gradients inside backward. Hooks under DDP see gradients before they are
+    # summed over ranks.
     if key and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
         raise ConfigError(
             f"{key} = {shown(getattr(config, key))}: with parallel = {str(layout)!r} a gradient is not whole in backward, but summed "
@@ -70,6 +72,7 @@ def take(stepping: InBackward, backward: Callable[[], Tensor], between: Callable
     if not stepping.takes_two_passes:
         return backward()
     between(stepping.measure(backward))
+    # Second pass on the same batch and random draws, now with updates.
     losses: Tensor = stepping.step_measured(backward)
     return losses
 

@@ -1,17 +1,14 @@
-"""Probe:
+"""Probe: N optimizer steps from the run's state on the coming batches, then an exact rollback.
 
-N optimizer steps from the run's current state, on the coming batches, then an exact rollback.
-
-    with undone(trainer):                          saves the state, and restores it at the end, even
-                                                   after an error
-        wide = taken(trainer, 100)                 N steps in BF16 (`suspended`)
+    with undone(trainer):                                  saves the state, and restores it at the
+                                                           end, even after an error
+        wide = taken(trainer, 100)                         N steps in BF16 (`suspended`)
     with undone(trainer):
-        again = taken(trainer, 100, other_order=True)          the same in another order of
-                                                               summation, as a control
-    found = stretch(trainer, 100, lambda model: switched(model, "bf16", "layers.1.down_proj",
-    ["grad_weight"]))
-                                                   save, N steps under another change of the model,
-                                                   restore
+        again = taken(trainer, 100, other_order=True)      the same in another order of summation,
+                                                           as a control
+    change = lambda model: switched(model, "bf16", "layers.1.down_proj", ["grad_weight"])
+    found = stretch(trainer, 100, change)                  save, N steps under another change of the
+                                                           model, restore
 
 Each step is a step of the run: same batch, learning rate, clipping and loss scale. Nothing is
 logged. `Fork` restores weights, optimizer, recipe state, loss scale and generators. The position in
@@ -21,10 +18,10 @@ the data, rank agreements and the count of skipped steps are restored here. Unre
 A probe ends early at a non-finite loss or norm, as the run would (`Stretch.lost`), and at a stop
 request.
 
-The control sums gradients over halves of the micro-batches. Weights are moved by one unit in the
-last place instead (`nudge`) with compiled shapes, pipeline stages, steps in backward, or dropout.
-Reversing rows was tried and lost: small batches summed to bit-identical results, and dropout masks
-fell on other rows, with losses up to 0.003 nats apart.
+The control sums gradients over halves of the micro-batches. With compiled shapes, pipeline stages,
+steps in backward or dropout, it moves weights by one unit in the last place instead (`nudge`).
+Reversed rows were tried as a control and lost: sums over small batches were bit-identical, and
+dropout masks fell on other rows, with losses up to 0.003 nats apart.
 """
 
 from __future__ import annotations
@@ -151,6 +148,7 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
                 found.ended = f"a request to stop ({trainer.stop.requested})"
                 break
             readings.append(_step(trainer, number, in_halves, found))
+            # Without device flags, each step must be read before the next one: it may be the last.
             if len(readings) == MOST or trainer.decision is None or number == found.begun + steps:
                 _read(trainer, readings, found)
             if found.lost:
@@ -176,6 +174,7 @@ def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Ten
     take = trainer.gradient if trainer.stepping is None else partial(_in_backward, trainer)
     readings = take(batches, targets)
     found.steps.append({"lr": lr, "tokens": targets, **facts, "inputs": drawn.inputs})
+    # As in Trainer: the device decides, or the host does before the update.
     if trainer.decision is not None:
         trainer.decision.see(readings)
     elif not bool(readings.isfinite().all()) and trainer.scaler is None:
@@ -248,6 +247,8 @@ def _halves(batch: Batch) -> list[Batch]:
     A single row yields two copies, each with half of the targets masked out.
     """
     labels = batch["labels"]
+    # The halves keep the step's count of targets, so their summed gradient is the batch's in
+    # another order.
     if middle := len(labels) // 2:
         return [{name: each[part] for name, each in batch.items()} for part in (slice(middle), slice(middle, None))]
     is_first = torch.arange(labels.numel()).view(labels.shape) < labels.numel() // 2
@@ -286,6 +287,7 @@ class _Before:
         )  # fmt: skip
 
     def put_back(self, trainer: Trainer) -> None:
+        # `Fork` copies no gradients: drop them first.
         trainer.optimizer.zero_grad()
         self.fork.restore()
         trainer.step, trainer.saved_step, trainer.skipped_steps = self.step, self.saved_step, self.skipped_steps
@@ -296,4 +298,5 @@ class _Before:
             agreement.micro_batch = micro_batch
         trainer.pending, trainer.decision = self.pending, self.decision
         if trainer.pending is not None:
+            # A change inside the block may have replaced amax histories.
             trainer.pending.forget_windows()

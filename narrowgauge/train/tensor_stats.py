@@ -51,9 +51,9 @@ class NonfiniteAmax:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Events]:
-    """Collects operand statistics inside the block:
+    """Collects operand statistics inside the block.
 
-    `tensor` events of three layers, `spread` events of all.
+    Yields a table that receives `tensor` events of three layers and `spread` events of all.
     """
     events: Events = {}
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
@@ -71,6 +71,7 @@ def watched(model: nn.Module) -> Iterator[Events]:
 def _note(
     events: Events, module: str, layer: QLinear, is_chosen: bool, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor
 ) -> None:  # fmt: skip
+    # The first call in the step wins: that is the first micro-batch.
     if is_chosen and (module, role) not in events and (gemm, role) in WHERE and isinstance(operand, QTensor):
         events[module, role] = "tensor", {"module": module, "role": role, **operand_statistics(original, operand)}
     if (module, f"spread of {role}") in events or role not in ("x", "gy"):

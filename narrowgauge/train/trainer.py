@@ -4,10 +4,10 @@
     raise NumericsError if the loss or the gradient norm is not finite: nothing has changed yet
     clip, optimizer.step(), advance(model)
 
-On a GPU the loss readback is deferred (`pending`). The device skips the update of a non-finite step
+On a GPU the loss readback is deferred (`pending`): the device skips the update of a non-finite step
 and all later updates. The host copies the losses of several steps at once, before it prints, logs,
-evaluates, saves or ends. Runs with CUDA graphs and runs that step in backward read the loss after
-every step.
+evaluates, saves or ends. With CUDA graphs, or with updates in backward, it reads the loss after
+every step. A float16 overflow skips only its own update.
 
 A run that resumes from the checkpoint of step k continues with batch k + 1 of the same sequence.
 The task (`tasks.task`) defines the data, the loss and the metrics. On several ranks (`parallel`)
@@ -228,6 +228,8 @@ class Trainer:
             return
         events = read_metrics(self.log.path)
         parent = self.carried.get("parent", {})
+        # A branch resumes from the checkpoint that its creation wrote: the first start logs
+        # `branch`, later ones `resume`.
         if parent.get("step") == self.step and not any(event["event"] == "branch" for event in events):
             self.log.write("branch", **parent)
         else:
@@ -327,6 +329,8 @@ class Trainer:
         self.trained_s += spent_s
         speed = inputs / spent_s
         self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
+        # Watches see every step exactly once and in order, whether it was read alone or with
+        # others.
         self.watch.saw(number, numbers["loss"], numbers["grad_norm"])
         show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
 
@@ -339,6 +343,8 @@ class Trainer:
         config, following = self.config, number + 1
         intervals = [config.log_every, config.eval_every, config.checkpoint_every, config.digest_every]
         intervals.append(config.tensor_every)
+        # A step with tensor statistics waits for the device, so its time must not be shared with
+        # earlier steps: read them before it.
         is_due = any(map(self._is_due, intervals)) or (config.tensor_every > 0 and following % config.tensor_every == 0)
         measured = monitor.measures(following) or monitor.measures(number)
         switches = any(stage.step == following for stage in self.stages)
@@ -593,6 +599,7 @@ class Trainer:
         self._set_training(False)
         found, wide = self.scores(self.config.eval_wide)
         self.log.write("eval", self.step, **found, **({"wide": wide} if wide else {}), elapsed_s=self.trained_s)
+        # The best weights are for export: recipe states stay out.
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
         show.say(f"step {self.step}: validation {scoring.words(found, wide)}{', the best so far' if is_best else ''}")
