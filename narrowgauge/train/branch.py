@@ -84,8 +84,8 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             folder.write_run({"auto": branch.auto})
         asked = (
             place.settings_of(folder.path) if folder.config.is_file() else config
-            # On several ranks, micro_batches in `config` covers all ranks; the file has the user's
-            # value
+            # On several ranks, micro_batches in `config` covers all ranks, unlike the user's value
+            # in the file.
         )
         branch.carried = {
             "parent": {
@@ -128,7 +128,7 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     """
     branch.feed.restore(parent.feed.state())
     if _same_recipes(parent.config, branch.config):
-        # Apply the wider recipe that a guard gave the parent
+        # Apply the recipe of higher precision that a guard gave the parent
         branch.watch.prepare(parent.watch.facts())
         branch.watch.restore(parent.watch.facts())
     for stage in branch.stages:

@@ -210,7 +210,8 @@ def _taken(trainer: Trainer, ladder: Ladder, name: str) -> Rung | None:
         found = stretch.stretch(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
     except (
         ConfigError
-        # Not every recipe allows this change; a straight-through estimator has no single products
+        # Not every recipe allows this change: a straight-through estimator has no single GEMM to
+        # switch.
     ) as error:
         return Rung(name=name, refused=str(error))
     if found.ended:

@@ -36,7 +36,7 @@ def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_given(stages: list[Stage], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]) -> list[Stage]:
-    """The recipe switches of a run, including a guard's switch to a wider recipe."""
+    """The recipe switches of a run, including a guard's switch to a recipe of higher precision."""
     if (switched := known_of(facts).get("switched")) is None:
         return stages
     step, name = switched
@@ -58,7 +58,7 @@ def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
 class Unguarded(Watch):
     """A run without a guard that may have had one before.
 
-    It keeps the wider recipe that the guard gave it.
+    It keeps the recipe of higher precision that the guard gave it.
     """
 
     def __init__(self, trainer: Trainer) -> None:

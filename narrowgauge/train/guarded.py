@@ -4,13 +4,17 @@
                       a second time, summed in another order, as a control); restore the state; the
                       run continues as if nothing had happened (`stretch`)
     step k + steps    compare the mean losses of both over the second half; add the difference to
-                      `Evidence` and log a `guard` event
+                      `Evidence`; log a `guard` event
 
 The setting `then` decides what follows when the run is worse. Unless it is `warn`, the end of the
 BF16 reference becomes the state of the run, so nothing is computed twice. A checkpoint in RUN/guard
 holds this state during the check. The log replaces the run's steps by the reference steps (event
-`rewind`). Afterwards the run continues in BF16 until the next check, which tries low precision
-again (`stay`), or gets a wider recipe (one with more bits) for good.
+`rewind`).
+
+    then=stay         the run continues in BF16 until the next check, which tries the run's own
+                      recipe again
+    then=RECIPE       the run continues in this recipe of higher precision (`wider` in messages) for
+                      good
 
 Each checkpoint of the run stores the check in progress, so a killed run resumes in the middle of a
 check. A check that would contain a recipe switch starts after the switch.
@@ -64,8 +68,8 @@ class Guard(Watch):
     running        check in progress; None between checks
     first          gradient samples of the check in progress, until the run's first step in it
     audit          recomputation of the check's last steps; None before them
-    switched       (step, name): the run has had the wider recipe since this step; None: it has its
-                   own
+    switched       (step, recipe): the run has had the recipe that `then` names since this step;
+                   None: it has its own
     verdicts       names of all verdicts
     stretch_steps  reference steps that were thrown away; stretch_s: their duration
     is_wide        the run is in BF16
@@ -192,7 +196,7 @@ class Guard(Watch):
         self.verdicts.append(verdict.name)
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
-            then = WARN  # the run has the wider recipe already
+            then = WARN  # the run has the recipe of `then` already
         # A lower loss in BF16 may only mean that the weights depend on their learned quantization
         # steps.
         if then and grows_into_steps(trainer.model, verdict):
@@ -235,10 +239,10 @@ class Guard(Watch):
     # --- the reference becomes the run
 
     def _become(self, running: Running, show: Console) -> None:
-        """Makes the end of the BF16 reference the state of the run, and its steps those of the log.
+        """Replaces the run's state and logged steps by the BF16 reference.
 
-        The run then continues in BF16 or in a wider recipe. If the checkpoint in RUN/guard is lost,
-        the run keeps its own steps.
+        The run then continues in BF16 or in the recipe that `then` names. If the checkpoint in
+        RUN/guard is lost, the run keeps its own steps.
         """
         trainer = self.trainer
         try:
@@ -287,7 +291,11 @@ class Guard(Watch):
         self.is_wide = wide
 
     def _stages(self, after: int, name: str) -> list[Stage]:
-        """The run's recipe switches, plus one to the wider recipe for all layers after a step."""
+        """The run's recipe switches, plus one to the recipe that `then` names, for all layers.
+
+        after  step before the switch
+        name   the recipe
+        """
         trainer = self.trainer
         recipe = chosen_recipe(trainer.config, name)
         return with_stage(trainer.stages, trainer.model, recipe, after, f"guard: {name}@{after}")
@@ -340,7 +348,7 @@ class Guard(Watch):
             with storage.refusals("remove", self.kept):
                 shutil.rmtree(self.kept)
 
-    # --- words
+    # --- console messages
 
     def announce(self, show: Console) -> None:
         """Prints the schedule and the cost of the guard.

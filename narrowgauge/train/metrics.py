@@ -67,8 +67,8 @@ class MetricsLog:
         line = encode({"event": event, "step": step, **values}).encode() + b"\n"
         with storage.refusals("append to", self.path):
             if self._file.write(line) != len(line):
-                # An unbuffered write may be short on a full disk; the next opening removes the torn
-                # line
+                # An unbuffered write may be short on a full disk. The next opening removes the torn
+                # line.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if event in SYNCED:
             self.sync()

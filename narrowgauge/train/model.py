@@ -1,8 +1,10 @@
 """The model of a run: a Llama or a transformers model with its recipes and recipe switches.
 
-Remote code is never executed. On a CPU without bfloat16 instructions, Linears without a recipe get
-the recipe `bf16`, which rounds the operands to bfloat16 and multiplies in float32, and attention is
-computed in float32. The step is the same and many times faster.
+Remote code is never executed.
+
+On a CPU without bfloat16 instructions, Linears without a recipe get the recipe `bf16`. It rounds
+the operands to bfloat16 and multiplies in float32. Attention is computed in float32 there. The step
+is the same and many times faster.
 """
 
 import warnings
@@ -276,8 +278,8 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
     """The configured recipe switches in order of their steps, resolved to layers of the model.
 
     The recipes of step n depend on n alone, so a resumed run computes the same numbers. Applying
-    the switches up to step k gives a new model the structure that the run has after step k,
-    including the buffers of amax histories.
+    the switches up to step k to a new model creates the modules and amax histories that the run has
+    after step k.
 
     Raises ConfigError for a switch that matches no layer or changes nothing.
     """

@@ -46,7 +46,7 @@ NOT_INHERITED = ("output", "resume", "parent", "compare")
 
 @dataclass(frozen=True)
 class Place:
-    """A run and one of its checkpoints.
+    """Name of a run and one checkpoint of this run.
 
     step  None: the newest; BEST: the best evaluation
     """
@@ -123,7 +123,7 @@ def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
 def inherited(parent: Path, given: Collection[str]) -> toml.Given:
     """Settings that a branch inherits from its parent.
 
-    given  names of the fields that the user sets; some of them reset inherited settings (REPLACES)
+    given  names of the fields that the user sets. Some reset inherited settings (REPLACES)
     """
     known = {key_of(each): each.name for each in fields(TrainConfig)}
     dropped = {*NOT_INHERITED, *(name for cause in given for name in REPLACES.get(cause, ()))}

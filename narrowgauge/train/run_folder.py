@@ -34,8 +34,8 @@ MAY_CHANGE = frozenset(
         "threads",
         "compile",
         "keep_freed",
-        # The checkpoint itself refuses another value; older checkpoints lack the key and resume
-        # with "none" alone
+        # The checkpoint itself refuses another value. Older checkpoints lack the key and resume
+        # with "none" alone.
         "keep_float32",
         "micro_batches",
         "cache",

@@ -228,9 +228,9 @@ def _of_model(model: Any) -> dict[str, Any]:
 def of_layers(trainer: Trainer) -> dict[str, Any]:
     """Contents of run.json that change during training.
 
-    These are skipped batches, weight casts, fused modules, and recipes of layers.
-
-    All ranks call it together. With pipeline stages, the weight casts are those of the first stage.
+    These are skipped batches, weight casts, fused modules, and recipes of layers. All ranks call
+    this function together. With pipeline stages, only the weight casts of the first stage are
+    listed.
     """
     model, of_all = trainer.model, trainer.parallel.of_all
     return {

@@ -337,8 +337,8 @@ class Trainer:
     def _is_read_after(self, number: int, monitor: launches.LaunchMonitor) -> bool:
         """True if the host must read all queued steps after this one.
 
-        This holds when their numbers are logged or used, when the next step is measured or switches
-        recipes, when MOST steps are queued, or when a stop was requested.
+        Reasons: their numbers are logged or used, the next step is measured or switches recipes,
+        MOST steps are queued, or a stop was requested.
         """
         config, following = self.config, number + 1
         intervals = [config.log_every, config.eval_every, config.checkpoint_every, config.digest_every]

@@ -1,7 +1,9 @@
 """The guard for transformers' Trainer: `GuardedTrainer`, or `GuardMixin` before a Trainer subclass.
 
-    trainer = GuardedTrainer(model=model, args=args, train_dataset=data,
-    guard="every=2000,steps=100,margin=0.25%,then=warn")
+    trainer = GuardedTrainer(
+        model=model, args=args, train_dataset=data,
+        guard="every=2000,steps=100,margin=0.25%,then=warn"
+    )
     trainer.train()
 
 A TrainerCallback cannot see the micro-batches of a step. `training_step`, which Trainer documents

@@ -39,7 +39,7 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
 
     tensors, facts  from `state.collect`; tensors that several ranks hold in full must be equal
 
-    Facts and generators are those of rank 0. Raises the errors of `store.save`, on all ranks.
+    The facts and generators of rank 0 are stored. Raises the errors of `store.save`, on all ranks.
     """
     rank, _ = rank_and_world(process_group)
 

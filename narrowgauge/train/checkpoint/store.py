@@ -248,9 +248,8 @@ def refuse_nonfinite(tensors: Tensors, path: Path) -> None:
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """Loads the newest intact checkpoint. Returns (checkpoint or None, [(skipped path, reason)]).
 
-    Returns (None, []) without any checkpoint. Raises CheckpointError if all are damaged, since
-    starting anew would lose the run without asking. A checkpoint of a newer narrowgauge raises as
-    well.
+    Returns (None, []) without any checkpoint. Raises CheckpointError if all are damaged: a silent
+    restart from step 0 would lose the run. A checkpoint of a newer narrowgauge raises as well.
     """
     skipped: list[tuple[Path, str]] = []
     for path in manifest.newest_first(folder):

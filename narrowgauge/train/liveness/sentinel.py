@@ -344,7 +344,7 @@ class Sentinel:
             _say(words)
         self._end(PeerError.exit_code)
 
-    # --- words
+    # --- messages
 
     def _place(self) -> str:
         place = self.page.read()[1]
