@@ -81,7 +81,7 @@ class _WideSoftmax(TorchFunctionMode):
 
 def eager_attention(module: nn.Module, *given: Any, **options: Any) -> Any:
     """The eager attention of the layer's own modeling file, with its softmax in float32."""
-    # Transformers has one eager_attention_forward per modeling file.
+    # transformers has one eager_attention_forward per modeling file.
     own = sys.modules[type(module).__module__].eager_attention_forward
     with _WideSoftmax():
         return own(module, *given, **options)

@@ -127,7 +127,7 @@ def keep_freed_memory(asked: bool, device: torch.device, maps: Path = MAPS) -> s
 
 def _of_glibc(name: str) -> Any:
     """A function of glibc; None on other C libraries."""
-    # Musl lacks mallopt and malloc_trim
+    # musl lacks mallopt and malloc_trim
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 

@@ -114,10 +114,10 @@ def export(
             model.save_pretrained(draft, state_dict=weights)
             tokenizer.save_pretrained(draft)
         readable = (draft / "config.json").stat().st_mode
-        # Safetensors creates files with mode 0600, whatever the umask
+        # safetensors creates files with mode 0600, whatever the umask
         for path in draft.glob("*.safetensors"):
             path.chmod(readable)
-        # Transformers, safetensors and tokenizers never sync: after a power cut, final/ held empty
+        # transformers, safetensors and tokenizers never sync: after a power cut, final/ held empty
         # files.
         storage.flush_tree(draft)
 

@@ -81,7 +81,7 @@ class Decision:
         Optimizers of torch must be fused.
         """
         asked: Any = optimizer
-        # Torch's fused optimizers know only found_inf, so `halted` is merged into it.
+        # torch's fused optimizers know only found_inf, so `halted` is merged into it.
         if isinstance(optimizer, NarrowOptimizer):
             asked.halted, asked.found_inf = self.halted, self.found_inf if self.scales else None
         else:

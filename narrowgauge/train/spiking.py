@@ -8,7 +8,8 @@ The rule that detects a spike is in diagnose/spikes.py.
     warn     log the cause
     skip     if the data are the cause, rewind to that checkpoint and leave the batch of the spike
              out. The log and later checkpoints record the batch. A spike caused by the format is
-             not skipped, since it would recur: use the guard or a wider recipe
+             not skipped, since it would recur: use the guard or a recipe of higher
+             precision
 
 Judging a spike costs the steps since the checkpoint in BF16, and a skip costs the same steps in the
 run's recipe. A non-finite loss or norm ends the run before anything changes and is no spike here.

@@ -7,7 +7,8 @@
     optimizer   moments, step counters, master weights, generator of stochastic rounding
     rng         generators of torch, CUDA, numpy and Python
 
-The step number determines the position in the data (see `data.batches`).
+The position in the data is no part of it: the step number gives it (see `data.batches`), together
+with the fact `position` of the checkpoint.
 """
 
 import math
@@ -235,7 +236,7 @@ def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _least(tensor: Tensor) -> float:
-    # Torch has no min() for 8-bit floats
+    # torch has no min() for 8-bit floats
     return float((tensor if tensor.itemsize > 1 else tensor.float()).min())
 
 
@@ -258,7 +259,7 @@ def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Itera
     for place, state in saved["state"].items():
         if isinstance(place, bool) or place not in range(len(parameters)):
             yield f"the optimizer has a state of parameter {shown(place)}, and {len(parameters)} parameters"
-        # Torch's optimizers load any shape; narrowgauge's check shapes themselves
+        # torch's optimizers load any shape; narrowgauge's check shapes themselves
         elif not isinstance(optimizer, NarrowOptimizer):
             for name, value in state.items():
                 shape, here = list(value.shape), list(parameters[place].shape)

@@ -127,7 +127,7 @@ def nonfinite(tensor: Tensor) -> int:
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0
     values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    # Torch has no isfinite for 8-bit floats
+    # torch has no isfinite for 8-bit floats
     values = values.float() if values.element_size() == 1 else values
     if all(bool(extreme.isfinite()) for extreme in torch.aminmax(values)):
         return 0
@@ -186,7 +186,7 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
-        # Safetensors rejects tensors that share memory within a file.
+        # safetensors rejects tensors that share memory within a file.
         shard[name] = addresses.own(tensor, taken)
         size += tensor.nbytes
     if shard:
