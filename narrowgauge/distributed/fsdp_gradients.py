@@ -172,7 +172,7 @@ class FsdpReduceScatter(ReduceScatter):
         return Pieces(tuple(sizes), tuple(sizes.values()), repeats=link.size)
 
     def elsewhere(self, link: Link) -> tuple[Link, ...]:
-        """Return links to ranks with replicas or other shards of these parameters.
+        """Return links to ranks with replicas or other shards of the same parameters.
 
         These are HSDP replicas, tensor-parallel ranks and other nodes; they share mu of "fp8-lm".
         """

@@ -1,8 +1,8 @@
 """Gather the full, unquantized weights of a distributed model on rank 0, for export.
 
-Works for any parallelization. Tensors are gathered in the same order on all ranks: the ranks of a
-DTensor gather it, and rank 0 moves it to the CPU before the next. If rank 0 holds no part of a
-tensor (another pipeline stage), the first rank that does sends it.
+Works for any parallelization. Tensors are gathered one by one, in the same order on all ranks. The
+ranks of a DTensor gather it, and rank 0 moves it to the CPU before the next one. If rank 0 holds no
+part of a tensor (another pipeline stage), the first rank that does sends it.
 
 Peak memory besides the result: two copies of one tensor on rank 0, one full tensor on the others.
 """

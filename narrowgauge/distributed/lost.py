@@ -1,7 +1,7 @@
 """Detect errors that mean that another rank is gone.
 
-torch has an exception class for some of them, dist.DistError. Others, such as broken gloo
-connections, are plain RuntimeErrors that only their message identifies.
+torch raises dist.DistError for some failures. Others, such as broken gloo connections, are plain
+RuntimeErrors that only their message identifies.
 """
 
 from __future__ import annotations

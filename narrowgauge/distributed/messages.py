@@ -14,7 +14,7 @@ infinity becomes all NaN on every rank. Codes are never added: sums in FP8 lose 
     ring in float32    4 and 8
     ring in bfloat16   2 and 4
 
-Bytes count complete messages; a ring or pairwise exchange of N ranks moves (N - 1) / N of them. A
+Bytes count complete messages; a ring or pairwise exchange of N ranks moves (N - 1) / N as much. A
 single rank sends and rounds nothing.
 """
 
