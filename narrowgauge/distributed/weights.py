@@ -25,8 +25,8 @@ FSDP gathers the following in 16 bits; `WeightGathers.travels` reports the reaso
 - GEMMs in 16 bits
 - weights sharded along columns, shared by two modules, or offloaded to the CPU
 
-torch (checked on 2.13) takes the hooks as attributes of the local tensor. That and the
-mixed-precision policy are private APIs used in this file alone.
+torch (checked on 2.13) takes the hooks as attributes of the local tensor. That and
+`_use_post_forward_mesh` are private APIs used in this file alone.
 """
 
 from __future__ import annotations
