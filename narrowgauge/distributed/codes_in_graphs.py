@@ -49,9 +49,9 @@ def read(weight: Any, which: str, records: bool, after: Tensor | None) -> Tensor
     if after is None and not weight.coder.has_two_sets and weight.is_at_hand(which, records):
         return held.data[:rows]
     # FSDP refills the same tensor before backward, with the grad_input codes if the recipe has two
-    # sets. Only an operator can check at run time which set it holds. `after` ties the read to
-    # backward: without that dependency torch's partitioner may move work on these bytes into
-    # forward.
+    # sets. Only an operator can check at run time which set it holds, and gather the other one.
+    # `after` ties the read to backward: without that dependency torch's partitioner may move work
+    # on these bytes into forward.
     found: Tensor = torch.ops.narrowgauge.gathered_codes(held.data, weight.number, after, which, records)
     return found[:rows]
 

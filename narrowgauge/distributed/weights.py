@@ -38,9 +38,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-# torch.compiler.disable would import all of Dynamo now.
-from torch._compile import _disable_dynamo
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of Dynamo
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.addresses import is_compiling, validity
