@@ -124,6 +124,7 @@ class Agreement:
         before = model.__dict__.get(ATTRIBUTE)
         for handle in before._hooks if isinstance(before, Agreement) else ():
             handle.remove()
+        # Before FSDP's pre-forward hook: its all-gather of codes needs the scales exchanged here.
         first = model.register_forward_pre_hook(self.begin_forward, prepend=True)
         last = model.register_forward_hook(self.end_forward, always_call=True)
         self._hooks = [first, last]
@@ -155,6 +156,7 @@ class Agreement:
             self._seeds[seed] = words
 
     def _on_device(self, words: tuple[int, int], device: torch.device) -> Tensor:
+        # One copy per micro-batch and device, shared by all layers.
         key = hash((words, device))
         if key not in self._seeds:
             # Pinned and non_blocking: the copy must not stall the launch queue.
@@ -257,6 +259,7 @@ class Agreement:
         for group in groups:
             dist.all_reduce(together, by, group=group)
             self.count(what, together)
+        # `parts` are views of the layers' buffers: one launch writes all of them back.
         torch._foreach_copy_(parts, list(together.split([len(part) for part in parts])))
 
     def count(self, what: str, sent: Tensor) -> None:

@@ -45,6 +45,7 @@ def arrange(
             seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights, is_stage=are_stages)
         )
         topology = agreement.attach(module)
+        # Ranks with different formats would run different collectives and deadlock.
         refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
         # A single unwrapped process sends nothing, but keeps the settings for its state_dict.
         alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -85,6 +86,7 @@ def _arrange(
                 f"distribute: the weight of {name!r} is kept as codes (memory.freeze), which fully_shard and tensor parallelism do not "
                 "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel."
             )
+    # Strings: recipes are compared by digest, and shown in the error message.
     recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
     _refuse_other_recipes(agreement, topology, model, recipes, is_running)
     topology.refuse_steps_that_nobody_sums(layers)
@@ -104,6 +106,7 @@ def _arrange(
         if dist.is_initialized() and dist.get_world_size() > 1:
             agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
     else:
+        # An earlier `distribute` may have set up gathers of codes.
         weight_gathers.leave(agreement)
         if topology.fsdp and dist.get_world_size() > 1:
             agreement.tells["weight"] = _gathers_whole

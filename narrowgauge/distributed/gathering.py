@@ -58,6 +58,7 @@ def gathered(
     result: dict[str, Tensor] = {}
     for name, holder in holders.items():
         form = told[holder][name]
+        # The earlier name's tensor was gathered already: reuse the object, so that ties survive.
         if form.tied:
             found = result.get(form.tied)
         else:

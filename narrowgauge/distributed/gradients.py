@@ -55,6 +55,7 @@ def install(
     Raises ConfigError if the model sends no gradients, or if arguments are invalid or differ
     between ranks.
     """
+    # The communication hook belongs to the DDP module, which must therefore be the outermost one.
     if not isinstance(model, DistributedDataParallel) and any(
         isinstance(each, DistributedDataParallel) for each in model.modules()
     ):
@@ -68,6 +69,7 @@ def install(
             "Wrap it, or call fully_shard first."
         )
     shape = None if mesh is None else tuple(mesh.mesh.shape)
+    # Compare before validating: an invalid argument on one rank must raise on all of them.
     refuse_others({"gradients": gradients, "reduce": reduce, "mesh": shape}, *_groups(model))
     _refuse_unknown(gradients, reduce)
     if mesh is not None and mesh.ndim != 2:

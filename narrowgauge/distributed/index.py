@@ -205,6 +205,7 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
     tensors: dict[str, Stored] = {}
     for file in listing.files:
         if file != FACTS:
+            # Files of one process are named GROUP-NUMBER.safetensors.
             group = file.rpartition("-")[0]
             for key, entry in _header(folder / file).items():
                 if key != METADATA:
@@ -213,6 +214,7 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
                     tensors[f"{group}.{key}"] = Stored([group, key], _header_dtypes()[entry["dtype"]], shape, [chunk])
     for group, ties in listing.ties.items():
         for name, first in ties.items():
+            # Tied names share the list of chunks; `storage.read` restores the tie by its identity.
             tied = tensors[f"{group}.{first}"]
             tensors[f"{group}.{name}"] = Stored([group, name], tied.dtype, tied.shape, tied.chunks)
     facts = reading.strict_json(manifest.read_file(folder, FACTS, listing))
@@ -285,6 +287,7 @@ def _header_dtypes() -> dict[str, torch.dtype]:
     """Return {safetensors' dtype name: torch dtype}, obtained by saving empty tensors."""
     found: dict[str, torch.dtype] = {}
     for name in DTYPES:
+        # safetensors has its own dtype names, such as F8_E4M3: read them from a saved header.
         data = safetensors.torch.save({"t": torch.empty(0, dtype=getattr(torch, name))})
         found[json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["t"]["dtype"]] = getattr(torch, name)
     return found

@@ -10,6 +10,7 @@ import re
 
 import torch.distributed as dist
 
+# Messages of gloo and the store for a peer that is gone.
 BROKEN = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe")
 
 

@@ -49,6 +49,7 @@ def tiles(numbers: int) -> int:
 def encode(rows: Tensor) -> Tensor:
     """Quantize [rows, columns], any float dtype, to uint8 [rows, columns + ceil(columns / 128)]."""
     q = quantize(rows, MESSAGE)
+    # Scales follow the codes of their row, so each rank's row is a self-contained message.
     return torch.cat((E4M3.pack(q.data), E8M0.encode(q.scale)), dim=1)
 
 
@@ -83,6 +84,7 @@ class Link:
 
     def to_each(self, rows: Tensor) -> Tensor:
         """Send row r of [ranks, bytes] to rank r; return [ranks, bytes], row r from rank r."""
+        # Equal sizes on all ranks: no exchange of sizes is needed.
         received = torch.empty_like(rows)
         self._count("all-to-all", rows)
         dist.all_to_all_single(received, rows, group=self.group)

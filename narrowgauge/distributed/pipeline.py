@@ -60,6 +60,7 @@ def install(stages: Sequence[Stage], agreements: Sequence[Agreement], activation
     own = [(each.stage_index, each.num_stages, activations, _tables(each.submod)) for each in stages]
     gathered: list[Any] = [None] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(gathered, own, group=stages[0].group)
+    # Every rank evaluates the same list, so all raise the same error.
     everywhere = sorted((each for rank in gathered for each in rank), key=lambda each: each[0])
     _check_forms(everywhere)
     _check_tied(everywhere)
@@ -115,6 +116,7 @@ class StageEnds:
         return self._packed(output)
 
     def _packed(self, x: Any) -> Any:
+        # Pack is differentiable: its backward decodes the message of the gradient.
         message = Pack.apply(x) if is_packed(x) else x
         if self.is_counting and self.agreement is not None and isinstance(message, Tensor):
             self.agreement.count("activations", message)

@@ -60,6 +60,7 @@ class AgreedSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # Called on rank 0 alone; torch raises its errors on all ranks.
         told = [plan.storage_data for plan in all_plans]
         _refuse_other_entries(told)
         _refuse_other_bits(told)
@@ -109,6 +110,7 @@ def _refuse_other_entries(told: list[Told]) -> None:
                     "Give what differs between ranks names of its own."
                 )
     try:
+        # Also detects nesting conflicts: a value on one rank where another has a dict.
         state_tree.unflatten({name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries))
     except ValueError as error:
         raise CheckpointError(

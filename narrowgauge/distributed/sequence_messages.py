@@ -53,6 +53,7 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
     operand = None if reader is None else _operand(reader, role, own)
     cast = messages.MESSAGE if operand is None else operand.plan.rows
     assert cast is not None
+    # Equal shapes on all ranks, as the collective requires; the padding is cut off after it.
     filled, shape = _filled(own, axis, x.shape[axis], group.size())
     rows = filled.reshape(-1, filled.shape[-1])
     amax = None
@@ -66,6 +67,7 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
     whole = dequantize(codes, x.dtype).reshape(x.shape)
     found = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
     if operand is not None and reader is not None:
+        # If the GEMM reads dequantized values, expand once here and not in every layer.
         operand.casts.rows = codes if operand.plan.rows_expand is None else codes.expanded(operand.plan.rows_expand)
         _hand_over(found, operand, reader, layers)
     return found
@@ -108,6 +110,7 @@ def _gathered_codes(
     sent += link.sent
     codes, scales = received.split((data.numel(), scale.numel()), dim=1)
     columns = q.scale.shape[1]
+    # The ranks' blocks are concatenated along the token axis, which need not be the first.
     found = _in_order(codes, shape, axis, tokens).view(q.data.dtype)
     if not scale.numel():
         return QTensor(data=found, scale=q.scale, cast=q.cast, inner=q.inner)

@@ -91,6 +91,7 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.told = [plan.storage_data for plan in plans]
+        # Stored in every shard: a shard left over from another save is recognized.
         self.save = secrets.token_hex(16)
         total_bytes = sum(_bytes(item) for plan in plans for item in plan.items)
         values_bytes = len(json.dumps([told.values for told in self.told[:1]]))
@@ -111,6 +112,7 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         order: Order = plan.storage_data
         draft = Path(order.draft)
+        # Without a shared file system, rank 0's folder does not exist here.
         if not draft.is_dir():
             raise StorageError(
                 f"cannot save a checkpoint in {self.folder}: the folder that rank 0 made is not seen here. "
@@ -130,6 +132,7 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self.draft is not None
         written = [result for of_rank in results for result in of_rank]
+        # Many chunks report the same file; a dict lists it once.
         files = {name: listed for name, listed in (result.storage_data for result in written)}
         index = _index(metadata, written, self.told).json()
         with storage.refusals("save a checkpoint in", self.folder, INSTEAD):

@@ -122,6 +122,7 @@ def reduce_scatter(
         return rows[link.rank].to(torch.float32)
     tensors = rows.to(torch.float32).reshape(pieces.repeats, -1)
     amax = _shared_amax(tensors, pieces, link)
+    # mu < 1 leaves headroom above amax, mu > 1 clips the largest elements.
     scale = FP32(amax / controller.mu(pieces.names, rows.device), E4M3)
     each = torch.repeat_interleave(scale, controller.lengths(pieces, rows.device), output_size=tensors.shape[1])
     quotients = tensors / each

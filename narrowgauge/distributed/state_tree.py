@@ -67,6 +67,7 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     # An empty dict below the root is a value: flattened, it would leave no entry.
     if type(tree) in DICTS and (tree or not path):
         for key, value in tree.items():
+            # Exact types: a bool is an int, but JSON would restore it as true.
             if type(key) not in (str, int) or (isinstance(key, str) and SURROGATES.search(key)):
                 raise CheckpointError(
                     f"{_name(path)!r} has the key {key!r}, which is no text or whole number. Use a text as key."
@@ -95,6 +96,7 @@ def encode(value: Any, name: str) -> Any:
     if type(value) in (list, tuple):
         return {type(value).__name__: [encode(part, name) for part in value]}
     if type(value) in DICTS:
+        # Pairs and not a JSON object, whose keys could be strings only.
         return {"items": [[encode(key, name), encode(part, name)] for key, part in value.items()]}
     reason = ""
     if type(value) not in PLAIN:
@@ -125,6 +127,7 @@ def decode(stored: Any) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     """Compare two encoded values by type and value: 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    # Compare text: in Python 1 == 1.0 == True and 0.0 == -0.0.
     return json.dumps(one) == json.dumps(other)
 
 
@@ -171,6 +174,7 @@ def _built(node: Any) -> Any:
     if not places:
         return parts
     kind = places[0].kind
+    # Complete and of one kind: a damaged index must not shorten a list silently.
     if len(places) < len(parts) or {(place.kind, place.number) for place in places} != {
         (kind, i) for i in range(len(places))
     }:

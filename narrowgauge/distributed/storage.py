@@ -68,6 +68,7 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
         step = int(folder.name[5:]) if STEP.fullmatch(folder.name) else 0
         return ShardWriter(folder, state_tree.flatten(state_dict), step)
 
+    # A relative path may resolve to another folder on another rank.
     writer = together(prepare, process_group, compare=lambda writer: str(writer.folder), what="save: the folder")
     try:
         with one_sentence(process_group):
@@ -112,6 +113,7 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
         listing = manifest.read(folder)
         return listing, hashlib.sha256(listing.signed()).hexdigest()
 
+    # Ranks must see the same manifest; without a shared file system they may not.
     found = together(look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint")
 
     def check() -> Index:
@@ -132,6 +134,7 @@ def load_opened(
 ) -> None:
     """Load a checkpoint that `opened` has verified; arguments as in `load`."""
 
+    # A collective, so it must not run inside `fit`, which may raise on one rank.
     foreign = set() if partial else _of_nobody(state_dict, index, process_group)
 
     def fit() -> tuple[state_tree.Flat, dict[str, Any]]:
@@ -147,6 +150,7 @@ def load_opened(
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=process_group,
         )
+    # Last: values change only after all tensors were loaded.
     state_tree.fill(state_dict, values)
 
 
@@ -179,6 +183,7 @@ def verify(folder: Path | str) -> None:
     folder = Path(folder).absolute()
     listing, index = _index_of(folder)
     chunks = dict(indexes.by_file(index.tensors))
+    # Files without chunks, such as index.json.
     for file in listing.files.keys() - chunks:
         indexes.verified(folder, file, listing)
     for file, wanted in chunks.items():
@@ -252,6 +257,7 @@ def _share(listing: Manifest, rank: int, world: int) -> list[str]:
     Greedy: the largest file first, each to the rank with the fewest bytes so far.
     """
     loads, shares = [0] * world, [[] for _ in range(world)]  # type: ignore[var-annotated]
+    # Ties are broken by name: every rank must compute the same shares.
     for name in sorted(listing.files, key=lambda name: (-listing.files[name]["bytes"], name)):
         least = loads.index(min(loads))
         loads[least] += listing.files[name]["bytes"]

@@ -69,6 +69,7 @@ class SequenceMessages:
         """Yield the column-wise layers of the module, in order of definition."""
         for layer in self.module.modules():
             weight = layer._parameters.get("weight") if isinstance(layer, QLinear) else None
+            # A weight is [N, K], so Shard(0) splits the output features: column-wise.
             if isinstance(weight, DTensor) and any(each.is_shard(0) for each in weight.placements):
                 yield layer
 
@@ -118,6 +119,7 @@ class _GatherInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        # Column-wise layers leave partial sums. A replicated gradient needs only slicing.
         if gradient.placements[0].is_partial():
             return ctx.via.summed(gradient), None
         return gradient.redistribute(placements=(Shard(ctx.via.axis),)), None
@@ -132,6 +134,7 @@ class _ScatterOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         via, along = ctx.via, Shard(ctx.via.axis)
+        # The next layer may return a replicated gradient: slice it to this rank's tokens first.
         cut = gradient if gradient.placements == (along,) else gradient.redistribute(placements=(along,))
         return via.gathered(cut, "gy", [via.module] if isinstance(via.module, QLinear) else []), None
 
@@ -156,6 +159,7 @@ class GatherInput(styles.PrepareModuleInput):
         def gather(
             _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            # transformers calls attention modules with keyword arguments only.
             first = given[0] if given else next(iter(named.values()))
             x = (
                 first

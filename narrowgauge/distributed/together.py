@@ -75,6 +75,7 @@ def one_sentence(group: Group) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             if not (dist.is_available() and dist.is_initialized()):
+                # torch warns about saving without a process group, which is supported here.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             yield
     except CheckpointException as error:
@@ -89,6 +90,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _named(kind: str, words: str, rank: int) -> NarrowgaugeError:
+    # Only the class name was sent: look up the class, so that callers can catch it.
     return _kinds(NarrowgaugeError).get(kind, CheckpointError)(f"rank {rank}: {words}")
 
 

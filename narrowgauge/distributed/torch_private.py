@@ -45,6 +45,7 @@ def has_compiled() -> bool:
     A compiled model runs its hooks without Python, so hooks alone cannot prove that no forward pass
     ran.
     """
+    # Look in sys.modules: importing Dynamo takes a second, and an unused one has traced nothing.
     module = sys.modules.get("torch._dynamo.utils")
     return module is not None and bool(module.counters["frames"]["total"])
 
@@ -83,6 +84,7 @@ def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
 def leave_out_of_ddp(ddp: DistributedDataParallel, names: Collection[str]) -> None:
     """Stop an existing DDP module from broadcasting the named buffers."""
     ddp.parameters_to_ignore |= set(names)
+    # DDP computed its list of buffers in the constructor: compute it again.
     ddp._assign_modules_buffers()
 
 

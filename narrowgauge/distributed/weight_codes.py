@@ -120,6 +120,7 @@ class Recast:
         casts.cols = self._tensor(cast, turned, data.shape[0], amax.T.contiguous(), plan.cols_expand)
 
     def _tensor(self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None) -> QTensor:
+        # Every rank derives the scales from the exchanged amaxes: they are not part of the message.
         scale, shared = definition.scales(amax, cast)
         data = data[:, : packed_length(cast, inner)]
         if cast.format.codes_per_byte == 1:

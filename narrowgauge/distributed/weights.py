@@ -217,6 +217,7 @@ class GatheredWeight:
         is_compared = shard.device.type == "cpu" or self.exchanges % CHECK_EVERY == 0
         self.seen = fingerprint(shard) if is_compared and self.rows.count else None
         self.exchanges += 1
+        # Readbacks are polled and never waited for: this runs in every step.
         here = [each for each in self.suspects if each.is_here]
         self.suspects = tuple(each for each in self.suspects if each not in here)
         if any(each.value for each in here):
@@ -264,6 +265,7 @@ class GatheredWeight:
             return casts
         which = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
         records = operand.context.records
+        # While tracing, `held` must enter the graph as an input, not as a constant.
         if is_compiling():
             data = codes_in_graphs.read(self, which, records, operand.after)
         else:

@@ -79,6 +79,7 @@ def unfuse(model: nn.Module) -> None:
         fused = module.__dict__.get("forward")
         if isinstance(fused, FusedForward):
             del module.__dict__["forward"]
+            # The module computed in float32 before it was fused.
             if fused.kept is not None:
                 module.__dict__["forward"] = fused.kept
     model.__dict__.pop("_not_fused", None)
@@ -95,6 +96,7 @@ def fusions(model: nn.Module) -> list[Fusion]:
     for place in places(model):
         forward = model.get_submodule(place.name).__dict__.get("forward")
         if isinstance(forward, FusedForward):
+            # Computed at each call: the recipes may have changed since `fuse`.
             found.append(forward.fusion(place.name, place.readers))
         else:
             reason = model.__dict__["_not_fused"].get(place.name, "it came after the model was fused")

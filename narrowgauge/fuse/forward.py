@@ -80,6 +80,7 @@ class FusedForward:
         """
         key = registry.op, spec
         if key not in self._kernels:
+            # Cached: `choose` evaluates the refusals of every kernel, too slow for each call.
             found = registry.choose(spec).kernel
             self._kernels[key] = None if found.by_torch and self.save is None else found
         return self._kernels[key]

@@ -94,6 +94,7 @@ def _places_in(name: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
             sources = (prefix + source,) if source else ()
             yield Place(prefix + function, "module", (prefix + reader,), sources, between and prefix + between)
     stack, _, number = name.rpartition(".")
+    # BERT normalizes after the residual sum, so the readers are in the next block.
     following = f"{stack}.{int(number) + 1}.attention.self" if number.isdecimal() else ""
     if f"{prefix}output.LayerNorm" in modules and f"{following}.query" in modules:
         readers = tuple(f"{following}.{each}" for each in ("query", "key", "value"))

@@ -122,6 +122,7 @@ class FusedModule(FusedForward):
         if operand.state is None or not operand.context.records:
             return
         others = [each for each in self.readers if each is not reader and isinstance(each, QLinear)]
+        # Readers with another recipe quantize y themselves and record their own amax.
         alike = [each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
         windows = [each for layer in alike if (each := layer.amax_state("x")) is not None]
         if windows:

@@ -81,6 +81,7 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     x = torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0], [1e-2]])
     # A nonzero mean distinguishes LayerNorm from RMSNorm.
     x = x + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True)
+    # Meta and fake weights have no data: probe on the CPU instead.
     device = weight.device if holds_numbers(weight) else "cpu"
     names = ("weight",) if bias is None else ("weight", "bias")
     known = {name: 1 + 0.1 * torch.randn(len(weight), generator=generator) for name in names}

@@ -39,6 +39,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, run: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.run, ctx.dtypes = run, (q.dtype, k.dtype)
         ctx.save_for_backward(cos, sin)
+        # The dtypes of PyTorch's own q * cos.
         dtypes = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
         found: tuple[Tensor, Tensor] = run(q, k, cos, sin, dtypes, False)
         return found
@@ -77,8 +78,10 @@ class FusedAttention(FusedForward):
         """
         if torch.compiler.is_compiling() or transforms.is_active(q, k, cos, sin):
             return self.function(q, k, cos, sin, *more, **options)
+        # The kernel takes q and k [B, heads, T, D] and cos, sin [1 or B, T, D].
         usual = q.ndim == k.ndim == 4 and len(q) == len(k) and q.shape[2:] == k.shape[2:] == cos.shape[1:]
         usual = usual and cos.shape == sin.shape and cos.shape[0] in (1, len(q)) and cos.dtype == sin.dtype
+        # The kernel has no gradient for cos and sin.
         if more or options or not usual or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
         kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))

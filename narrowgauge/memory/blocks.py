@@ -40,6 +40,7 @@ class BlockForward:
         self.saving: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Nothing is saved for backward, so no technique has anything to do.
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # Hooks outside, recomputation inside: the hooks then see only the tensors that the
@@ -88,6 +89,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         if is_compiled(block):
             continue
         replaced = forward_of(block)
+        # Below the techniques: their hooks and recomputation stay in eager code.
         own = block.__dict__.get("forward") if replaced is None else replaced.before
         compiled = torch.compile(own or type(block).forward.__get__(block), **options)
         if replaced is None:
@@ -139,6 +141,7 @@ def _is_stack(container: nn.Module) -> bool:
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return False
     children = list(container.children())
+    # One class only: a Sequential of different modules is no stack of layers.
     alike = len(children) > 1 and len({type(child) for child in children}) == 1
     return alike and all(_is_block(child) for child in children)
 
@@ -159,6 +162,7 @@ def _named(model: nn.Module, patterns: list[str], verb: str) -> dict[str, nn.Mod
             near = closest(pattern, modules) or repr(next(iter(modules), ""))
             raise ConfigError(f"{verb}: blocks={pattern!r} matched no module. Closest: {near}.")
     found = {name: each for name, each in modules.items() if any(matches(name, pattern) for pattern in patterns)}
+    # The inner block of a nested pair would be recomputed twice.
     nested = [name for name in found if any(name.startswith(f"{other}.") for other in found)]
     if nested:
         raise ConfigError(f"{verb}: block {nested[0]!r} lies inside another one that was named. Name one of the two.")

@@ -69,6 +69,7 @@ class Compression(SavedActivations):
         If that axis is shorter than a group, rows of one group each are formed across it.
         """
         inner, group = tensor.shape[-1], self.cast.tile[1]
+        # A tile never spans rows, so short rows would each pay for a padded tile.
         columns = group if 0 < inner < group and tensor.numel() % group == 0 else inner
         codes = quantize(tensor.reshape(-1, columns), self.cast)
         # quantize pads to full tiles and returns a view. Without this copy, an axis of 32 with

@@ -155,6 +155,7 @@ def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[Q
             continue
         others = [each for each in holders[weight] if each != name]
         reason = refuse(layer) if isinstance(layer, QLinear) else "no recipe casts it"
+        # Another module reads the same parameter in 16 bits.
         if others:
             reason = f"tied to {others[0]}"
         # Such an owner reads `weight` without calling the layer, so the codes would never be used.
@@ -186,6 +187,7 @@ def train_only(
     Arguments, result and errors are as in `freeze`. Integer parameters cannot train.
     """
     named = _named(model, patterns, "train_only")
+    # Integer parameters have no gradient.
     trains = {parameter for parameter in named if parameter.is_floating_point()}
     if not trains:
         raise ConfigError(

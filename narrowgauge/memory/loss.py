@@ -35,6 +35,7 @@ IGNORED = -100
 # more than the cache saves (docs/limited-memory.md). A guess of 2 MiB was slower. The GPU's value
 # is an estimate: enough rows to fill the multiprocessors.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+# Lower limits for huge vocabularies or batches: smaller GEMMs would be inefficient.
 FEWEST_WORDS = 256
 FEWEST_ROWS = {"cpu": 32, "cuda": 256}
 

@@ -44,10 +44,12 @@ class LossOptions:
 
     def operand(self, x: Tensor) -> Tensor:
         """Round x to computes_in and return it in multiplies_in."""
+        # The first cast rounds; the second changes only the container, so products are the same.
         return x.to(self.computes_in).to(self.multiplies_in)
 
     def logits(self, lhs: Tensor, rhs: Tensor, bias: Tensor | None) -> Tensor:
         """Return lhs @ rhs.T + bias, rounded to computes_in, in the dtype `wide`."""
+        # Rounded as an unfused head would return its logits.
         product = lhs @ rhs.T if bias is None else torch.addmm(self.operand(bias), lhs, rhs.T)
         return product.to(self.computes_in).to(self.wide)
 

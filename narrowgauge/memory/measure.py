@@ -128,6 +128,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
     meter, names = Meter(known), {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, arguments: Any) -> None:
+        # A module outside the model (a loss) counts as its caller.
         meter.modules.append(names.get(module, meter.modules[-1]))
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:

@@ -95,6 +95,7 @@ def to_host(tensor: Tensor) -> Restore:
     # The side stream starts after the kernels that compute the tensor.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
+        # Only pinned memory is copied asynchronously.
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
     # The allocator must not reuse the tensor's memory before the copy on the side stream is done.
