@@ -4,8 +4,9 @@
     sampling statistics  MAX of the predicted variances
     learned step sizes   during initialization: mean over all micro-batches (float64 SUM)
 
-`end_step` reduces the state of all layers of a process group in one MAX all-reduce. Every rank must
-end the same steps. torch's optimizers guarantee that, also if GradScaler skips a step.
+`end_step` sends one MAX all-reduce for all layers of a process group, and one SUM while step sizes
+are initialized. Every rank must end the same steps. torch's optimizers guarantee that, also if
+GradScaler skips a step.
 
 Random numbers (stochastic rounding, random signs, row sampling) come from `ops.random.Stream`,
 keyed by micro-batch and layer name. In each forward pass, `Agreement` seeds torch's generators with
@@ -178,6 +179,7 @@ class Agreement:
             for each in self._rehearsing:
                 each.training = False
             return
+
         trains = module.training and torch.is_grad_enabled()
         if self.gradients is not None and trains:
             self.gradients.refuse_a_second_sum(module)
@@ -185,11 +187,13 @@ class Agreement:
         if self.layers and trains and self.arrange is not None:
             self.arrange(self, module, is_running=True)
             self.arrange = None
+
         if self.weights is not None:
             # Here and not in `advance`: loaded or manually written weights are seen too.
             self.weights.before_forward(is_first=not trains or self.micro_batch == 0)
         if not (trains and (self.layers or self.is_counted)):
             return
+
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
         # Mix in the first layer's name: otherwise dropout would mask the same elements in every
@@ -234,6 +238,7 @@ class Agreement:
                 members.setdefault(peers.groups, []).append(layer)
         for groups, layers in members.items():
             self._agree(groups, layers)
+
         # A rank without a micro-batch in this step still counts the step, as the other ranks do.
         if self.micro_batch or any(layer in ended for layer in self.layers):
             self.step, self.micro_batch = self.step + 1, 0

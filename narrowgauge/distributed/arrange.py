@@ -79,6 +79,7 @@ def _arrange(
     _refuse_codes(topology, model, weights)
     if is_running and not is_stage:
         _warn_of_one_replica(topology, model)
+
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     for layer, name in layers.items():
         if layer.frozen is not None and isinstance(layer.weight, DTensor):
@@ -90,6 +91,7 @@ def _arrange(
     recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
     _refuse_other_recipes(agreement, topology, model, recipes, is_running)
     topology.refuse_steps_that_nobody_sums(layers)
+
     agreement.replica = topology.replica
     several = dist.is_initialized() and dist.get_world_size() > 1
     # Stages of a pipeline may run no forward pass of their own in a step, so they are exempt.
@@ -100,6 +102,7 @@ def _arrange(
     }
     for layer, peers in agreement.layers.items():
         layer.peers = peers
+
     topology.leave_out_of_broadcasts(model, layers)
     if weights == "codes":
         gathers = weight_gathers.install(model, topology, agreement)

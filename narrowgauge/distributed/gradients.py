@@ -8,7 +8,7 @@
                           replaced collective                          bytes per parameter
     DDP                   all-reduce, by a communication hook          2.02
     FSDP2                 reduce-scatter                               1.01
-    several nodes, DDP    reduce-scatter, all-reduce, all-gather       2.02, + 2.02 / ranks of a node
+    several nodes, DDP    reduce-scatter, all-reduce, all-gather       2.02, + 2.02 / ranks per node
     several nodes, FSDP2  reduce-scatter, all-reduce across nodes      1.01, + 1.01 across
     HSDP                  reduce-scatter; torch's all-reduce of the shards cannot be replaced
 

@@ -71,8 +71,8 @@ def total(messages: Tensor, columns: int) -> Tensor:
 class Link:
     """A process group with counters: `sent` in bytes and `calls`, by kind of collective.
 
-    Kinds: "all-to-all", "all-gather", "maximum", "sum". All 8-bit gradient messages are sent by one
-    Link method or another.
+    Kinds: "all-to-all", "all-gather", "maximum", "sum". Every 8-bit gradient message is sent by a
+    method of Link.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

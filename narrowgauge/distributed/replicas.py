@@ -1,11 +1,11 @@
 """Before saving: check on rank 0 that tensors and values shared by several ranks are identical.
 
-Shared are replicas (the same part of one tensor on several ranks: plain tensors and replicated
-DTensors) and values of the same name. Each rank sends digests with its save plan.
+The check covers replicas (the same part of one tensor on several ranks: plain tensors and
+replicated DTensors) and values of the same name. Each rank sends digests with its save plan.
 
-A digest has two sums modulo 2^64 over the 64-bit words w[i]: the sum of w[i], and the sum of (2 i +
-1) w[i]. It detects accidental differences, not attacks. It is computed at memory speed on the
-tensor's device.
+A digest has two sums modulo 2^64 over the 64-bit words w[i]: the sum of w[i], and the sum of (2i+1)
+w[i]. It detects accidental differences, not attacks. It is computed at memory speed on the tensor's
+device.
 """
 
 from __future__ import annotations

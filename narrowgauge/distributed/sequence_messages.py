@@ -53,6 +53,7 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
     operand = None if reader is None else _operand(reader, role, own)
     cast = messages.MESSAGE if operand is None else operand.plan.rows
     assert cast is not None
+
     # Equal shapes on all ranks, as the collective requires; the padding is cut off after it.
     filled, shape = _filled(own, axis, x.shape[axis], group.size())
     rows = filled.reshape(-1, filled.shape[-1])
@@ -63,6 +64,7 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
         amax = _largest(rows, group, sent)
         if operand.state is not None and isinstance(cast.calibrate, Window):
             amax = operand.casts.amax = update_amax(operand.state, amax, records=operand.context.records)
+
     codes = _gathered_codes(quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], sent)
     whole = dequantize(codes, x.dtype).reshape(x.shape)
     found = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
@@ -187,6 +189,7 @@ def _hand_over(found: DTensor, operand: Operand, reader: QLinear, layers: list[Q
     inputs.put(operand, CacheStats())
     if operand.state is None or not operand.context.records:
         return
+
     # Layers with the same recipe read the same tensor, so their histories get the same state.
     alike = [each for each in layers if each is not reader and each.recipe == reader.recipe]
     windows = [state for each in alike if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None]

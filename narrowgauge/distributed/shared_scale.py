@@ -10,9 +10,9 @@ After each message mu is halved if more than 0.001 % of the elements saturated. 
 multiplied by 2 ** (1/1000), so it doubles in 1,000 steps. It is unchanged if the gradient was all
 zero or not finite.
 
-Differences from the paper: it sums codes in FP8, which loses 10 to 30 dB. Its mu grows "to 2"
-without being clipped there. Without the limit a sparse tensor, whose nonzero elements are fewer
-than 0.001 %, would be clipped to nothing.
+The paper sums codes in FP8, which loses 10 to 30 dB. It lets mu grow "to 2", here a hard limit.
+Without a limit, a sparse tensor with fewer than 0.001 % nonzero elements would be clipped to
+nothing.
 
 Each rank appends to every row that it sends the number of its saturated elements, so all ranks
 update mu identically without another collective. Bytes of a message: columns codes, 8 per tensor
@@ -126,11 +126,13 @@ def reduce_scatter(
     scale = FP32(amax / controller.mu(pieces.names, rows.device), E4M3)
     each = torch.repeat_interleave(scale, controller.lengths(pieces, rows.device), output_size=tensors.shape[1])
     quotients = tensors / each
+
     codes = E4M3.pack(E4M3.encode(quotients)).view(ranks, columns)
     overflowed = torch.stack([(piece.abs() > _SATURATES).sum() for piece in quotients.split(pieces.lengths, 1)])
     received = link.to_each(torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1))
     overflowed = received[:, columns:].contiguous().view(torch.int64).sum(0)
     _judge(controller, pieces, overflowed, amax, ranks, elsewhere)
+
     # Codes are added before the scale: it is the same on all ranks, so one multiplication is
     # enough.
     sum = torch.zeros(columns, dtype=torch.float32, device=rows.device)

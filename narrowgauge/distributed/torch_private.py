@@ -1,4 +1,4 @@
-"""All private APIs of torch that this package uses for distributed training.
+"""Private APIs of torch that distributed training needs, wrapped in one place.
 
 Checked on torch 2.11 and 2.13. ReduceScatter, the base class for the public
 `FSDPModule.set_custom_reduce_scatter`, has no public import path either; DefaultReduceScatter

@@ -18,7 +18,7 @@ of `output` are gathered before forward, and the codes of `grad_input` before ba
 finds the other set gathers its own. This happens in a forward pass recomputed by checkpointing, and
 if the module is not resharded after forward.
 
-FSDP gathers the following in 16 bits; `WeightGathers.travels` reports the reason:
+FSDP gathers the following unquantized; `WeightGathers.travels` reports the reason:
 
 - casts with stochastic rounding, or a rotation along the sharded axis: they need all master rows
 - learned step sizes: their gradient needs the rounding errors
@@ -416,6 +416,7 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
         # After FSDP's pre-hook: compiled code then sees the same strides in every step. Freed
         # elsewhere, strides differed between the first two steps and all blocks were recompiled.
         agreement.follow(module.register_forward_pre_hook(partial(_release, layers)))
+
     agreement.weights = WeightGathers(gathered, reasons, agreement.count)
     return agreement.weights
 
@@ -462,6 +463,7 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
         return "fully_shard does not shard it"
     if layer.recipe is None:
         return "it has no recipe"
+
     own = weight.device_mesh
     dim = own.ndim - 1
     # Tensor parallelism shards the weight too, so its mesh has more axes.
@@ -485,6 +487,7 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
             whole //= own.size(other)
     if reason := _why_not(layer):
         return reason
+
     rows = Rows(whole, dist.get_world_size(group), dist.get_rank(group))
     if local_tensor(weight).shape[0] != rows.count:
         raise ConfigError(

@@ -160,6 +160,7 @@ class FusedModule(FusedForward):
             dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
             backend = self.backend_words(FORWARD, spec)
+
         takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats
         # Each produced cast can be used once by every reader with the same recipe.
@@ -217,6 +218,7 @@ class _Function(torch.autograd.Function):
         kept: Sequence[Given] = tensors
         if fused.save in NARROW and not fused.kind.is_norm:
             kept = [narrow(each, NARROW[fused.save]) for each in tensors]
+
         ctx.form, flat = Form.of(kept), Form.flat(kept, statistics)
         if ctx.again is not None:
             ctx.again.form = ctx.form

@@ -168,6 +168,7 @@ def checkpoint(
             f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto', "
             "or 'budget:512MiB'."
         )
+
     found = find_blocks(model, blocks, "checkpoint")
     for name, block in found.items():
         if getattr(block, "gradient_checkpointing", False):
@@ -186,6 +187,7 @@ def checkpoint(
         chosen, lengths, kept_bytes = _within(model, found, below, budget_bytes, batch, loss)
     if parsed[2] is None:
         lengths = _lengths(policy, [name for name in chosen if name not in below], parsed[1])
+
     cache_is_off = _apply(model, found, _runs(policy, chosen, below, lengths))
     notes = [reason, _below_words([name for name in below if name in chosen])]
     if cache_is_off:

@@ -88,6 +88,7 @@ def chunked_cross_entropy(
         from narrowgauge.memory.loss_parallel import unwrapped
 
         hidden, weight, bias, targets, shard = unwrapped(hidden, weight, bias, targets)
+
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
@@ -98,6 +99,7 @@ def chunked_cross_entropy(
             states, labels = states[valid], labels[valid]
             valid = torch.ones_like(labels, dtype=torch.bool)
         _check_targets(labels, words)
+
     device_type = hidden.device.type
     autocasts = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type)
     computes_in = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
@@ -106,6 +108,7 @@ def chunked_cross_entropy(
             "chunked_cross_entropy: slices = True, but ranks share the words of the head, a DTensor. Leave slices out: its gradient is "
             "divided among them already."
         )
+
     kind = device_facts(device_type, hidden.device.index).type
     limit = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"])
     options = LossOptions(
@@ -149,6 +152,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # float32 sums over chunks: rounding to 16 bits once per chunk would add up.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+
         rhs = options.operand(weight)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, hidden.shape[0], options.rows):
@@ -213,6 +217,7 @@ def _loss_and_gradient(
         log_sum = capped.gather(1, labels) - log_p_target if options.shard is None else log_sum
         loss = loss + options.z_loss * log_sum.square()
         factor = weight * (1 + 2 * options.z_loss * log_sum)
+
     total = (loss * weight).sum()
     if not needs_gradient:
         return total, None

@@ -73,6 +73,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             # In place, except with a softcap: its derivative below needs z.
             g = z - lse[:, None] if options.softcap else z.sub_(lse[:, None])
             g = g.exp_().mul_(factor[:, None])
+
             inside = (labels >= words.start) & (labels < words.stop)
             # Words of other slices get index 0 and the value 0.
             place = torch.where(inside, labels - words.start, 0)[:, None]
@@ -81,6 +82,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 g = g.mul_(1 - (z / options.softcap).square())
             if grad_bias is not None:
                 grad_bias[words] = g.sum(dim=0)
+
             g = options.operand(g)
             del z
             if grad_hidden is not None:

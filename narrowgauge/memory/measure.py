@@ -152,12 +152,14 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         stack.enter_context(noting(meter.note))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+
         if isinstance(batch, Mapping):
             output = model(**batch)
         elif isinstance(batch, tuple):
             output = model(*batch)
         else:
             output = model(batch)
+
         result = output if loss is None else loss(output)
         # transformers' ModelOutput is a mapping, but no pytree node.
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)

@@ -1,4 +1,4 @@
-"""Shared part of compression and offloading: select the saved tensors, and replace each by a form.
+"""Shared by compression and offloading: choose saved tensors and store them in another form.
 
 Some tensors are never replaced, since they exist anyway or must stay exact. These are parameters,
 buffers and tensors that share their storage, and block inputs without gradient (masks, rotary

@@ -109,6 +109,7 @@ class SegmentMember:
                 stacklevel=2,
             )
         self._last = weakref.ref(call)
+
         # Popped by the first call: the checkpoint's closure must not keep the arguments alive.
         live: list[Any] = [(args, kwargs)]
 
@@ -152,6 +153,7 @@ class Call:
         self._requires = {place: leaf.requires_grad for place, leaf in tensors.items()}
         # Position of an argument leaf -> index of the preceding call's output.
         self._from: dict[int, int] = {}
+
         if previous is not None:
             for place, leaf in tensors.items():
                 if leaf.requires_grad and (output := previous._which(leaf)) is not None:
