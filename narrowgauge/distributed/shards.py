@@ -98,7 +98,8 @@ class ShardWriter(StorageWriter):
         draft = self.folder.with_name(f".tmp-{self.folder.name}-{os.getpid()}")
         with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
             storage.make_folder(self.folder.parent)
-            # Finish or undo an earlier save that was killed, before the free space is measured.
+            # Remove drafts of killed saves, and restore a checkpoint that was moved aside, before the
+            # free space is measured.
             storage.recover(self.folder.parent, re.escape(self.folder.name))
             storage.require_space(
                 self.folder.parent, 1.2 * (total_bytes + values_bytes), f"checkpoint {self.folder.name}"

@@ -100,7 +100,7 @@ def decode(message: Tensor) -> Tensor:
     scale = E8M0.decode(body[:, 0 : 2 * tiles : 2].contiguous())
     q = QTensor(data=E4M3.unpack(codes, tiles * TILE), scale=scale, cast=MESSAGE, inner=tiles * TILE)
     limit = torch.finfo(dtype).max
-    # E8M0_CEIL and rounding up may pass the largest bfloat16 or float16 value.
+    # Rounding up may pass the largest value of the dtype.
     x = dequantize(q).clamp_(-limit, limit).to(dtype)
     if rest:
         x = torch.cat((x, rows[:, whole:]), dim=1)

@@ -67,7 +67,7 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     # An empty dict below the root is a value: flattened, it would leave no entry.
     if type(tree) in DICTS and (tree or not path):
         for key, value in tree.items():
-            # Exact types: a bool is an int, but JSON would restore it as true.
+            # Exact types: isinstance would accept a bool as an int.
             if type(key) not in (str, int) or (isinstance(key, str) and SURROGATES.search(key)):
                 raise CheckpointError(
                     f"{_name(path)!r} has the key {key!r}, which is no text or whole number. Use a text as key."

@@ -279,7 +279,6 @@ def _within(
         _apply(model, found, runs)
         total = saved_bytes(model, batch, loss).total
         largest = max((run.output_bytes for run in runs.values() if isinstance(run, SegmentMember)), default=0)
-        # below.
         return total + (most_inputs(lengths) - len(lengths)) * largest
 
     lengths = _lengths("sqrt", [name for name in names if name not in below])

@@ -185,7 +185,6 @@ class SavedTensorMode(TorchFunctionMode):
             # Other operations that save this storage save it unchanged too: a second form costs
             # memory.
             self.kept.add(self._held(tensor))
-            # A view of a larger storage, or row statistics.
             note(tensor)
             return apart(tensor)
         strides = tensor.stride()
@@ -193,6 +192,7 @@ class SavedTensorMode(TorchFunctionMode):
         # Axes in memory order: transposed tensors become contiguous, and equal memory gets one key.
         in_memory = tensor.permute(order)
         if not in_memory.is_contiguous() or (self.technique.rounds and in_memory.shape[-1] < 2):
+            # A view of a larger storage, or row statistics.
             note(tensor)
             return apart(tensor)
         origin = self.origins.get(storage, storage)
