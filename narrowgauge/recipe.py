@@ -551,7 +551,7 @@ class Recipe:
 
 
 def _recast(gemm: Gemm) -> Gemm:
-    """A backward GEMM of a straight-through recipe, changed to work without the codes of `output`."""
+    """A straight-through recipe's backward GEMM, changed to work without the codes of `output`."""
     rhs = gemm.rhs
     if rhs is not None and isinstance(rhs.calibrate, LearnedStep):
         rhs = replace(rhs, calibrate=ClippedRms())

@@ -17,7 +17,7 @@ the last place of float32, which moves a code only next to a tie.
     amax              FP32            POW2, E8M0_CEIL  E8M0_FLOOR      E4M3_TWO_LEVEL (_CEIL)
     0 or subnormal    1               1                1               0 (codes are zero)
     NaN or infinity   NaN             NaN              NaN             NaN
-    tiny              >= smallest     >= smallest      >= smallest     0 below 2**-9 (e4m3's smallest)
+    tiny              >= smallest     >= smallest      >= smallest     0 below 2**-9, e4m3's minimum
     huge              <= 2**126       <= 2**126        <= 2**126       finite
 
 A scale of NaN makes the whole tile NaN, so a poisoned tensor stays visible and is never clipped to

@@ -37,7 +37,7 @@ from narrowgauge.errors import ConfigError
 
 
 def require_module(model: object, verb: str) -> None:
-    """Raise ConfigError if `model` is not an nn.Module. verb: the function to name in the message."""
+    """Raise ConfigError if `model` is not an nn.Module. verb: function named in the message."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.")
 
