@@ -1,4 +1,4 @@
-"""Which curves the page on several runs shows: losses, every metric, and the paired differences of the one that is judged."""
+"""Curves on the page on several runs: losses, every metric, and paired differences."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def metric_figures(found: Gathered) -> Iterator[Figure]:
 
 
 def difference_figures(found: Gathered) -> Iterator[Figure]:
-    """Paired by seed: of the judged metric at each evaluation."""
+    """Yield the figure of paired differences, by seed, of the judged metric at each evaluation."""
     reference = {seed_of(each): dict(cards.points(each, found.metric)) for each in found.groups[0].runs}
     lines = []
     for place, group in enumerate(found.groups[1:], start=1):
@@ -87,7 +87,7 @@ def difference_figures(found: Gathered) -> Iterator[Figure]:
 
 
 def _batches(found: Gathered) -> str:
-    """What the runs of a pair have in common, a clause."""
+    """Clause that names the batches which the runs of a pair share."""
     seeds = sorted({seed for verdict in found.verdicts() for seed in verdict.other_batches})
     if not seeds:
         return "the same batches"
