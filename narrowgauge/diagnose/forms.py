@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-# Returns '' for a valid value, else the end of a clause, as " = -1 is not ..." or ".step = -1 is ...".
+# Returns '' for a valid value, else the end of a clause such as " = -1 is not a whole number".
 Form = Callable[[Any], str]
 
 
