@@ -1,6 +1,6 @@
 """Judge which GEMMs are suspect, compared with a sound step or with other GEMMs of their kind.
 
-A GEMM is suspect for one of three reasons:
+A GEMM is suspect in three cases:
 
     kernel      the result differs from the product of its own codes by more than rounding explains
                 (`measure.roundings`)
@@ -8,10 +8,10 @@ A GEMM is suspect for one of three reasons:
     operand     codes that are not a cast of the original (`recast`), or `times` above a limit
 
 `times` is the error of an operand divided by its error at the sound step, or by the median of its
-kind. The limit is LIMIT; for integers among integers LIMIT_OF_INTEGERS; for integers that are a cast
-by their own amax LIMIT_OF_OUTLIERS. An operand that exceeds its amax history by a factor of up to
-PASSING is not suspect: gradients of sound runs do that for single steps, and the history contains the
-new amax then.
+kind. The limit is LIMIT; for integers among integers LIMIT_OF_INTEGERS; for integers that are a
+cast by their own amax LIMIT_OF_OUTLIERS. An operand that exceeds its amax history by a factor of up
+to PASSING is not suspect: gradients of sound runs do that for single steps, and the history
+contains the new amax then.
 
 A kind is the same operand of the same GEMM under the same Gemm settings or, if fewer than SMALLEST
 layers have these, of all low-precision operands. docs/trust.md has the figures.
