@@ -183,6 +183,7 @@ def compare(
     radius = window_radius(len(steps))
     window = 2 * radius + 1
     evaluated, reference_evaluated = dict(evaluations(run)), dict(evaluations(reference))
+    # The last common evaluation, not each run's last one: runs may have stopped at different steps.
     last_evaluated = max(evaluated.keys() & reference_evaluated.keys(), default=0)
 
     def pair(ours: float | None, theirs: float | None, step: int = max(common, default=0)) -> Pair | None:
@@ -192,6 +193,7 @@ def compare(
         run_name=run_name,
         reference_name=reference_name,
         steps=steps,
+        # Equal token counts do not prove equal batches, but different counts prove different ones.
         unpaired=sum(ours[step].get("tokens") != theirs[step].get("tokens") or step in other for step in steps),
         identical=not any(differences),
         window=window,
@@ -253,6 +255,7 @@ def tokens_per_s(events: Sequence[Event]) -> float | None:
     """Median over the steps, without the first step, which includes start-up."""
     by_step = step_events(events)
     rates = [by_step[step]["tokens_per_s"] for step in sorted(by_step) if by_step[step].get("tokens_per_s")]
+    # The first step includes compilation and allocation; a run of one step has no other.
     return statistics.median(rates[1:] or rates) if rates else None
 
 

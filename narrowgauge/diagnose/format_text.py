@@ -18,6 +18,7 @@ def signed(value: float | None, places: int = 4) -> str:
     if value is None or not math.isfinite(value):
         return "not known"
     text = true_minus(f"{value:+.{places}f}")
+    # A value that rounds to zero would read "−0.0000".
     return text if any(digit in text for digit in "123456789") else text[1:]
 
 

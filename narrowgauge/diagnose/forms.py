@@ -44,6 +44,7 @@ def number(low: float = -math.inf, high: float = math.inf, *, whole: bool = Fals
     def valid(value: Any) -> bool:
         if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
             return False
+        # `not value < low` lets NaN pass and still refuses -inf for numbers of at least `low`.
         return low <= value <= high if math.isfinite(value) else not finite and not value < low
 
     return leaf(valid, f"a {'whole ' if whole else ''}number{limits if low > -math.inf else ''}")

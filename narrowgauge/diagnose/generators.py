@@ -20,6 +20,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if np is not None:
+        # numpy accepts 32 bits only.
         np.random.seed(seed % 2**32)
 
 

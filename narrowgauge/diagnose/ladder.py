@@ -111,6 +111,8 @@ class Ladder:
 
     def next(self) -> str:
         """Name of the next rung to run; '' if the ladder has ended."""
+        # A run without low-precision GEMMs is already in 16 bits: only repeatability and control
+        # are tested.
         for name in (AGAIN, *((WIDE, CONTROL) if self.recipe else (CONTROL,))):
             if name not in self.rungs:
                 return name
@@ -121,10 +123,13 @@ class Ladder:
                 return RECIPE + name
             if self.mends(RECIPE + name):
                 break
+        # All three GEMMs are tried even if one fixes the run, because a fault can be in more than
+        # one.
         return next((PRODUCT + each for each in PRODUCTS if PRODUCT + each not in self.rungs), "")
 
     def most(self) -> int:
         """Largest possible number of rungs."""
+        # 3: again, bf16 and control.
         return 3 + len(chain(self.recipe)) + len(PRODUCTS) if self.recipe else 2
 
     def against_bf16(self, name: str = AGAIN) -> SameCurve:
@@ -164,6 +169,7 @@ class Ladder:
         common = sorted(own.keys() & self.logged.keys())
         if not common:
             return "The run has logged no loss of these steps."
+        # Tuples compare by gap first, so this is the step of the largest gap.
         gap, step = max((abs(own[step] - self.logged[step]), step) for step in common)
         if gap == 0:
             return f"It repeats: the losses that the run has logged of {plural(len(common), 'step')}, to the bit."

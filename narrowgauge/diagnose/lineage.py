@@ -137,6 +137,7 @@ def compare(folders: Sequence[Path | str]) -> Compared:
     data.
     """
     paths = [Path(each) for each in folders]
+    # Resolved, so that a symbolic link and its target count as one run.
     if len({each.resolve() for each in paths}) < max(2, len(paths)):
         raise ConfigError("compare: name two runs or more, each once; the first is what the others are compared with.")
     members = [read(each) for each in paths]
@@ -266,6 +267,7 @@ def whole_curve(member: Member) -> list[float]:
 
     A branch's losses are preceded by its parents' losses, as far as their folders exist.
     """
+    # `seen` ends the loop if damaged folders name each other as parents.
     own, seen, found = member, {member.folder.resolve()}, dict(member.losses)
     while (folder := parent_of(own)) is not None and folder.resolve() not in seen:
         begun, own = own.parent["step"], read(folder)

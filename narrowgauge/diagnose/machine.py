@@ -80,6 +80,7 @@ def _selfcheck_summary(device: torch.device) -> list[str]:
 
     Planning the GEMMs for the lines above has already run the checks of the matrix kernels.
     """
+    # The last part of a key is the index of the device; None on the CPU.
     own = {key: result for key, result in RESULTS.items() if key[-1] == device.index}
     found = [*own.values()]
     if not found:
@@ -99,6 +100,8 @@ def _verdict(recipe: Recipe, device: torch.device) -> str:
     parts: dict[str, list[str]] = {}
     for name, gemm in recipe.gemms().items():
         how = plan(gemm, device)
+        # bf16 GEMMs without fast bf16 units run in float32 on rounded operands, which are the same
+        # numbers.
         if gemm == Gemm() and how.expand == torch.float32:
             words = "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
         elif gemm == Gemm() or how.expand is None:

@@ -52,6 +52,8 @@ def first_seen(model: nn.Module, compute: Callable[[], None], loss: float = math
             product = f"{title}, product {{}}: the result" if isinstance(module, QLinear) else ""
             if isinstance(module, QLinear) or not list(module.children()):
                 clause = product.format("output") or f"{title}, the output"
+                # Index of the checked argument: a forward hook gets (module, inputs, output), a
+                # full backward hook (module, grad_input, grad_output), a tensor hook (grad).
                 handles.append(module.register_forward_hook(watch.hook(clause, 2)))
                 if not isinstance(module, nn.Embedding):  # its input is integer and has no gradient
                     clause = product.format("grad_input") or f"{title}, the gradient of the input"

@@ -97,6 +97,8 @@ def power_of_equivalence(n: int, spread: float, margin: float, true: float = 0.0
         return 0.0
     quantiles = (np.arange(GRID) + 0.5) / GRID
     error = spread / math.sqrt(n)
+    # Where s is so large that the 90 % interval is wider than the margins, room < 0: never
+    # equivalent.
     room = margin - stats.t.ppf(1 - ALPHA, n - 1) * error * np.sqrt(stats.chi2.ppf(quantiles, n - 1) / (n - 1))
     inside = stats.norm.cdf((room - true) / error) - stats.norm.cdf((-room - true) / error)
     return float(np.where(room > 0, inside, 0.0).mean())
@@ -127,6 +129,7 @@ def pairs_needed(spread: float, margin: float, true: float = 0.0, power: float =
         found = power_of_equivalence(n, spread, margin, true) if distance < 0 else power_beyond(n, spread, distance)
         return found >= power
 
+    # Doubling, then bisection: the power is monotone in n, and each evaluation costs a quadrature.
     low, high = 1, 2
     while not reached(high):
         if high >= MOST:

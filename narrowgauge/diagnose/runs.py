@@ -20,6 +20,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# A text "NaN" under these keys stays text.
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
     "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried", "cause",
@@ -40,6 +41,7 @@ STEP = {
     "grad_norm": SIZE, "lr": SECONDS, "tokens": COUNT, "tokens_per_s": SIZE, "elapsed_s": SECONDS, "peak_bytes": COUNT,
     "compiled_graphs": COUNT, "epoch": SECONDS, "examples": COUNT, "inputs": COUNT, "positions": COUNT,
 }  # fmt: skip
+# Scores may exceed their range by rounding, hence 1.000001 and 100.0001.
 EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
@@ -232,7 +234,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             step,
             *(str(event.get(name)) for name in NAMES.get(kind, ("module", "role", "switch"))),
         )  # str(): a value may be a list, which is not hashable
-        events.pop(key, None)  # so that the last of its kind also stands last
+        # A dict keeps the position of a key's first insertion; popping moves the event to the end.
+        events.pop(key, None)
         events[key] = event
     return list(events.values())
 

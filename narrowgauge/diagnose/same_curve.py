@@ -115,6 +115,8 @@ def judge(
     shortest = min(len(run), len(reference))
     lost = [_is_lost(each) for each in (run, reference)]
     if any(lost):
+        # Lost means not finite: a loss that only the run lost counts as +inf, one that only the
+        # reference lost as -inf.
         loss = math.inf if lost[1] else statistics.fmean(reference[len(reference) // 2 :])
         gap = 0.0 if all(lost) else math.inf if lost[0] else -math.inf
         name = SAME if all(lost) else DIFFERS
@@ -132,6 +134,7 @@ def judge(
     if assay is not None and assay.is_sensitive:
         allowed = assay.margin
     found = [size for pair in controls if (size := control_of(*pair)) is not None]
+    # The largest of several controls, so that a verdict errs towards "same".
     control = max(found, default=None)
     name = UNKNOWN
     if count >= FEWEST and control is not None:

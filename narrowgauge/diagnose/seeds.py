@@ -90,6 +90,7 @@ class Margin:
     @classmethod
     def parse(cls, text: str) -> Margin:
         """Parse '0.25%' or '0.003'. Raises ConfigError unless the number is above zero."""
+        # A limited number of digits and no exponent: inf, nan and overflow cannot be written.
         match = re.fullmatch(r"\s*(\d{0,9}\.?\d{0,12})\s*(%?)\s*", text)
         try:
             value = float(match[1]) if match else math.nan
@@ -225,6 +226,8 @@ class Verdict:
     @property
     def own_interval(self) -> OwnInterval | None:
         """Prediction interval of the reference, over all its seeds."""
+        # All seeds of the reference, also those whose pair failed: the interval is about the
+        # reference alone.
         values = tuple(self.reference.finite.values())
         return OwnInterval(name=self.reference.name, values=values) if len(values) > 1 else None
 
@@ -333,6 +336,7 @@ def judge(
     ours, theirs = runs.finite, reference.finite
     seeds = tuple(sorted(ours.keys() & theirs.keys()))
     differences = tuple(ours[seed] - theirs[seed] for seed in seeds)
+    # The mean over the seeds of the pairs, so that unpaired runs do not shift the margin.
     absolute = margin.of(statistics.fmean(theirs[seed] for seed in seeds)) if seeds else 1.0
     if not absolute > 0:
         raise ConfigError(
@@ -344,6 +348,8 @@ def judge(
     relief = [-each for each in harm]
     return Verdict(
         runs=runs, reference=reference, metric=metric, margin=margin, seeds=seeds, differences=differences,
+        # p_above tests "mean <= bound"; with the sign of harm turned it tests "harm >= limit" as
+        # well.
         p_worse=p_above(harm, limit), p_better=p_above(relief, limit), p_not_worse=p_above(relief, -limit),
         p_equivalent=p_equivalent(harm, limit), limit=limit, assay=assay,
     )  # fmt: skip
@@ -387,6 +393,7 @@ def _learnt(
     if metric == "loss":
         return shown
     if metric == "perplexity":
+        # A loss that fell by `shown` divided the perplexity by exp(shown).
         return abs(mean or 0.0) * math.expm1(min(shown, LARGEST_EXPONENT))
     if trivial is None or reached is None:
         return None if shown > 0 else 0.0
@@ -397,6 +404,7 @@ def _control(control: Runs, reference: Runs, metric: str, margin: float) -> Cont
     """Result of the positive control against the reference."""
     pairs = sorted(control.finite.keys() & reference.finite.keys())
     harm = [sign_of(metric) * (control.finite[seed] - reference.finite[seed]) for seed in pairs]
+    # A control that diverges is detected as well, and leaves no pair for the test.
     is_worse = p_above(harm, margin) < ALPHA
     return Control(
         harm=statistics.fmean(harm) if harm else None,

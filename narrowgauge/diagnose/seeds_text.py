@@ -40,9 +40,11 @@ def needs(verdict: Verdict, before: str) -> str:
     """': needs 9 to 31 seeds', or '' if no number can be given."""
     if verdict.needed is None:
         return f"{before}more seeds" if len(verdict.differences) < 2 else ""
+    # None means more than MOST.
     low, high = sorted(each or MOST + 1 for each in verdict.needed)
     if low > MOST:
         return f"{before}more than {MOST:,} seeds"
+    # A lower number that is already reached says nothing: only the other one is given.
     if low <= len(verdict.differences) or low == high:
         return f"{before}about {high:,} seeds" if high <= MOST else f"{before}many more seeds"
     return f"{before}{low:,} to {high:,} seeds" if high <= MOST else f"{before}{low:,} seeds or many more"

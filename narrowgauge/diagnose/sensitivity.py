@@ -168,6 +168,8 @@ def progress_of(curves: Iterable[Sequence[float]]) -> Progress | None:
     for curve in curves:
         size = max(1, min(ENDS, len(curve) // 4))
         if len(curve) >= FEWEST_STEPS and all(map(math.isfinite, curve)):
+            # Up to two steps per end give too few differences, so the variance comes from the whole
+            # curve.
             ends.append((curve[:size], curve[-size:], [curve[:size], curve[-size:]] if size > 2 else [curve]))
     return _between(ends)
 
@@ -199,6 +201,7 @@ def _between(ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Seq
         freedom += len(steps)
     begun = statistics.fmean(statistics.fmean(first) for first, _, _ in ends)
     now = statistics.fmean(statistics.fmean(last) for _, last, _ in ends)
+    # Standard error of a mean over runs; each run adds the variances of its two end means.
     error = math.sqrt(variance) / len(ends)
     return Progress(first=begun, last=now, shown=max(0.0, begun - now - student_quantile(freedom) * error))
 

@@ -80,12 +80,14 @@ class Spikes:
         line, scales = measured(self._losses, loss)
         norm_line, norm_scales = measured(self._norms, logarithm)
         with_norm = norm_scales is not None and norm_scales > NORM
+        # Hysteresis: a spike begins above LOSS and lasts until the loss is below LOSS_WITH_NORM.
         enough = LOSS_WITH_NORM if with_norm or self.inside else LOSS
         is_high = scales is not None and scales > enough
         is_high = is_high or not (math.isfinite(loss) and math.isfinite(grad_norm))
         begins, self.inside = is_high and not self.inside, is_high
         for values, value in ((self._losses, loss), (self._norms, logarithm)):
             if math.isfinite(value):
+                # A non-finite value would poison the medians of the next WINDOW steps.
                 values.append(value)
                 del values[:-WINDOW]
         if not begins:

@@ -81,6 +81,8 @@ def channel_spread(x: Tensor, rotation: Hadamard | None = None) -> Channels:
         replace(rotation, signs="fixed") if rotation.signs == "random" else rotation
     )  # leaves the run's generator untouched
     before = _over_median(wide.abs().amax(0).cpu())
+    # A rotation can enlarge the ratio: down_proj's input has a mean, which the first Hadamard
+    # column sums (2.5 and 4.2 became 14 and 31 in a two-layer Llama, docs/log.md).
     after = _over_median(rotate(wide, known, draw_signs(known, x.shape[1], wide.device)).abs().amax(0).cpu())
     return Channels(
         count=x.shape[1],

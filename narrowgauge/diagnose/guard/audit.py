@@ -118,6 +118,7 @@ class Audit:
         """Observe the next step."""
         self.end()
         layers = converted(self._model)
+        # A window of layers that moves from check to check and wraps around.
         first = self._number * LAYERS % max(len(layers), 1)
         chosen = {(first + place) % len(layers) for place in range(min(LAYERS, len(layers)))}
         for place, (name, layer) in enumerate(layers):
@@ -142,6 +143,7 @@ class Audit:
                 step.carried.append(each.name)
             elif not each.compared:
                 step.unseen.append(each.name)
+            # Samples of this step, to be compared with those of the next one.
             self._noise.update(each.drawn)
         self._found.take(step)
 

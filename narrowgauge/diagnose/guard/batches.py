@@ -46,6 +46,7 @@ def _copied(batch: Any) -> Any:
         return [_copied(each) for each in batch]
     if isinstance(batch, tuple):
         parts = [_copied(each) for each in batch]
+        # A named tuple takes its fields as arguments, a plain tuple an iterable.
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     return batch
 

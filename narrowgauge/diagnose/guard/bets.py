@@ -76,6 +76,7 @@ class Money:
 
 def factors(excess: float) -> list[float]:
     """Factors of one check; excess = (d - m) / s."""
+    # The inner min prevents overflow of exp.
     return [min(math.exp(min(bet * excess - bet * bet / 2, 100.0)), LIMIT) for bet in BETS]
 
 
@@ -124,6 +125,7 @@ class Scale:
 
         A run that jumps by more departs from the reference; such jumps are not noise.
         """
+        # Jumps up to three times the controls' scale count as noise of rounding.
         return min(self.value, max(limit, 3 * _upper(self._controls)))
 
 

@@ -52,6 +52,7 @@ class BytesApart:
         self.nbytes += total
         found, place = [], 0
         for size in sizes:
+            # A size may cross the borders of blocks: cut it there.
             ends = [*range(place - place % BLOCK + BLOCK, place + size, BLOCK), place + size] if size else []
             begins = [place, *ends[:-1]]
             found.append(
@@ -104,6 +105,7 @@ def host_room() -> int | None:
 
     None: not known.
     """
+    # The kernel's figure ignores the limit of a container, so the smaller of both counts.
     rooms = []
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

@@ -59,12 +59,15 @@ def judged(
     """
     audited = audited or Audited()
     lost = next((begun + place for place, loss in enumerate(wide, 1) if not math.isfinite(loss)), 0)
+    # NaN if a probe ended early, which the evidence reads as "worse" or "reference".
     of_narrow, of_wide = late_mean(narrow, steps), late_mean(wide, steps)
     apart = None if control is None else late_mean(control, steps) - of_wide
     same = narrow[0] - wide[0] if narrow and wide else None
     outside = same_weights.outside(slopes) if slopes else None
     around = noise(narrow, wide)
     progress = progress_between(evidence.first, wide[steps // 2 :]) if evidence.first else None
+    # None: the first losses are unknown (a resumed older state). 0: known, but no progress is
+    # shown.
     learnt = progress.shown if progress else (0.0 if evidence.first else None)
     verdict = evidence.add(
         of_narrow - of_wide,

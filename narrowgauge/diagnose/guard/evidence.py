@@ -147,6 +147,8 @@ class Evidence:
     def _take(self, check: Check) -> None:
         self.checks.append(check)
         if self._counts(len(self.checks)):
+            # The margin of each check is that of its own loss, also when a state is loaded and
+            # judged again.
             margin = self.margin_at(check.loss)
             within = self._certified(check)
             self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise, within=within)

@@ -93,6 +93,7 @@ class Fork:
         Needs no further memory, except for tensors created since.
         """
         self._begin()
+        # Recorded before the exchange: these closures describe the state that the copy will hold.
         now = _Present(self._parts)
         self._exchange(keeps_copy=False)
         self._copy(now)
@@ -263,6 +264,8 @@ class _Present:
 
             def of_dict() -> Any:
                 found = {key: again() for key, again in items.items()}
+                # Written only if changed: the dict object itself must stay, since optimizers and
+                # modules refer to it.
                 if list(found) != list(value) or not _all_same(found.values(), value.values()):
                     value.clear()
                     value.update(found)
@@ -282,6 +285,7 @@ class _Present:
             return of_list
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
             return lambda: value
+        # Opaque objects are copied on record and on restore, so that a restore can be repeated.
         kept = copy.deepcopy(value)
         return lambda: copy.deepcopy(kept)
 
@@ -308,6 +312,8 @@ def _storages(tensor: Tensor) -> Iterator[tuple[tuple[torch.device, int], Tensor
     for plain in _plain(tensor):
         storage = plain.untyped_storage()
         if not plain.is_meta and storage.nbytes():
+            # Inside inference mode the view would be an inference tensor, which cannot be written
+            # outside of it.
             with torch.inference_mode(False):
                 yield (
                     (plain.device, storage.data_ptr()),

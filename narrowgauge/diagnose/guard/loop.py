@@ -161,6 +161,7 @@ class Guard:
         Starts a check that is due.
         """
         is_cut = self._last_begin is not None and self._taken > self._last_begin
+        # "bf16" for good leaves nothing to compare; any other recipe is checked on.
         if self._check is None and self._taken >= self._next and not is_cut and self._given != "bf16":
             self._wide.close()
             self._is_wide = False
@@ -168,6 +169,8 @@ class Guard:
             first, audit = FirstGradients(self.model, self.optimizer), Audit(self.model, len(self.evidence.checks))
             self._check = _Check(self._taken, fork, first, audit)
         if self._check is not None:
+            # Recorded at each step, not only at the first: the loop's data pipeline may draw in
+            # between.
             self._check.generators.append(generators())
             if len(self._check.batches) >= self.settings.steps - AUDITED:
                 self._check.audit.begin()
@@ -186,8 +189,11 @@ class Guard:
         self._check.first.close()
         self._check.audit.end()
         self._check.batches.append(Kept(batch))
+        # Cloned, because a CUDA graph or the loop may reuse the loss's memory. No .item(): it would
+        # synchronize.
         self._check.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         if len(self._check.batches) == self.settings.steps:
+            # Cleared first: an error in the judgement must not leave a check that is continued.
             check, self._check = self._check, None
             self._judge(check)
             self._next = self._multiple(self._taken)
@@ -258,6 +264,8 @@ class Guard:
             end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
             check.fork.restore()
             nudge(self.model)
+            # The control comes first, so that the BF16 end state of the second replay is in place
+            # afterwards.
             control, _ = self._in_bf16(check, end, rates)
         if end is None:
             check.fork.swap()
@@ -304,6 +312,7 @@ class Guard:
                 FirstGradients(self.model, self.optimizer) as first,
             ):
                 for kept, states in zip(check.batches, check.generators, strict=True):
+                    # The same dropout masks and stochastic rounding as in the run's own step.
                     set_generators(states)
                     loss = self._step(kept.given())
                     losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
@@ -349,6 +358,7 @@ class Guard:
             return "warn" if is_worse else ""
         if self.settings.recipe:
             self._widen(self.settings.recipe)
+            # Checks of the old recipe say nothing about the new one, so its evidence starts empty.
             first, self.evidence = self.evidence.first, self.settings.evidence()
             self._given, self.evidence.first = self.settings.recipe, first
             return self._given
@@ -361,6 +371,7 @@ class Guard:
         Averaged copies switch too, because their tensors must match the model's.
         """
         for model in (self.model, *self.also):
+            # Averaged copies without converted layers have no recipe to switch.
             if isinstance(model, nn.Module) and any(
                 isinstance(each, QLinear) and each.recipe for each in model.modules()
             ):

@@ -24,5 +24,6 @@ def nudge(model: nn.Module) -> None:
             continue
         part = shards.local(parameter)
         if part.is_floating_point() and part.itemsize > 1 and part.untyped_storage().nbytes():
+            # The last bit of a 16-bit weight is a far larger step, so fewer of them are moved.
             some = part[..., :: 2 if part.itemsize > 2 else 64] if part.ndim else part
             some.copy_(torch.nextafter(some, torch.full_like(some, torch.inf)))

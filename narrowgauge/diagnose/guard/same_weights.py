@@ -89,6 +89,7 @@ def slopes(narrow: Samples, wide: Samples) -> dict[str, float]:
     either gradient is not finite.
     """
     products = {
+        # float64: 4096 products of float32 numbers.
         name: (float(narrow[name].double() @ each.double()), float(each.double().square().sum()))
         for name, each in wide.items()
         if name in narrow and narrow[name].shape == each.shape
