@@ -63,6 +63,8 @@ class QTensor:
         data, scale, cast, whole = self.data, self.scale, self.cast, self.global_scale
         columns = self.inner if not self.is_packed else -(-self.inner // cast.format.codes_per_byte)
         wrong = ""
+        # Packed codes are uint8 like the storage of some formats, so `is_packed` decides by
+        # codes_per_byte.
         if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
             wrong = (
                 f"data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed ones in "
@@ -99,6 +101,7 @@ class QTensor:
 
     @property
     def is_packed(self) -> bool:
+        # Integers of 4 bits may come one to a byte in int8: these are not packed.
         return self.data.dtype == torch.uint8 and self.cast.format.codes_per_byte > 1
 
     @property
@@ -152,6 +155,8 @@ class QTensor:
 
         Raises ShapeError unless the cast's tiles are symmetric.
         """
+        # Packed codes share bytes along the contracted axis, so a transposed view would mix them
+        # up.
         if self.cast.tile[0] != self.cast.tile[1] or self.is_packed:
             raise ShapeError(
                 f"transposed: {self.cast} has tiles that do not transpose, or packed codes. "

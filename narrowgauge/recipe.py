@@ -188,6 +188,7 @@ class Cast:
         _require(self, "tile", is_pair, "it must be a tuple of two whole numbers, such as (1, 128).")
         sizes = len(self.tile) == 2 and all(size == WHOLE or size >= 1 for size in self.tile)
         _require(self, "tile", sizes, "give two sizes of at least 1, or -1 for a whole axis.")
+        # A history of one amax per tile would need a state of the tensor's size in tiles.
         if isinstance(self.calibrate, Window) and not self.is_per_tensor:
             raise ConfigError(
                 f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
@@ -433,6 +434,8 @@ class Recipe:
                 self._refuse(f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.")
         if self.save == "quantized" and self.grad_weight.rhs is None:
             self._refuse("save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.")
+        # Saved codes of x carry the signs of the forward pass; the gradient would be rotated with
+        # others.
         rotate = self.grad_weight.rotate
         if self.save == "quantized" and rotate is not None and rotate.signs == "random":
             self._refuse(
@@ -540,6 +543,7 @@ class Recipe:
         unknown = set(changes) - set(GEMMS)
         if unknown:
             raise ConfigError(f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.")
+        # A 16-bit grad_weight reads x itself, so there are no codes to save.
         save = "original" if changes.get("grad_weight") == Gemm() else self.save
         suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())
         gemms: dict[str, Any] = self.gemms() | changes

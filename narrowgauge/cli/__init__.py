@@ -85,6 +85,7 @@ def as_typed(message: str, arguments: Sequence[str]) -> str:
     flags.
     """
     typed = {found[1].replace("-", "_") for each in arguments if (found := re.match(r"--([a-z0-9][a-z0-9-]*)", each))}
+    # The message may start with a rank, and name several settings before its colon.
     where = re.match(
         r"(?s)((?:rank \d+: )?)((?:[a-z_0-9]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)", message
     )
@@ -111,6 +112,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
         raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
+    # Only the module of the called verb is imported: cyclopts and torch take seconds.
     return _call(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
 
@@ -137,6 +139,7 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     try:
         command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False, verbose=False)
     except CycloptsError as error:
+        # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
         stop = "" if words.endswith((".", "?")) else "."
         raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.") from None

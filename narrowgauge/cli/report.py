@@ -34,6 +34,7 @@ def report(
     from narrowgauge.report import page, several
 
     folders = runs or (Path(TrainConfig.output),)
+    # These options would be ignored silently for a single run.
     if len(folders) == 1 and not several.is_study(folders[0]):
         if given := [
             key

@@ -60,6 +60,7 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     from_flags = {key: (value, flag(key)) for key, value in keys.items()}
     config = resolved(toml.build(_from_file(path, given), from_flags))
     folder = run_folder.RunFolder(Path(config.output))
+    # A resumed run is checked against its own settings, a branch against its parent's.
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(toml.load_stored(folder.config), config)
     elif config.parent and not folder.has_run():
@@ -112,6 +113,7 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
             show_default=False,
             converter=read,
         )
+        # None stands for a table that was not given: a dict is no default of a signature.
         parameters.append(
             inspect.Parameter(
                 each.name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
@@ -133,6 +135,8 @@ def _help(each: Field[Any]) -> str:
 def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
     """Parse a flag as a TOML file would. cyclopts would round 2.5 to a whole number."""
     text = tokens[0].value
+    # At most 40 characters: Python refuses to convert numbers of more than 4,300 digits, with its
+    # own words.
     if kind is int and (not WHOLE_NUMBER.fullmatch(text) or len(text) > 40):
         raise ValueError(f"{text!r} is not a whole number")
     try:

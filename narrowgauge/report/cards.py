@@ -78,6 +78,7 @@ def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
     It shows the last loss and its difference from the run's own loss, last and over all
     evaluations.
     """
+    # "wide" is the evaluation with all GEMMs in 16 bits; runs without one have no such key.
     both = [event for event in recorded.of("eval") if "wide" in event and math.isfinite(event["wide"]["loss"])]
     if both and math.isfinite(both[-1]["loss"]):
         gaps = [event["wide"]["loss"] - event["loss"] for event in both]
@@ -148,6 +149,8 @@ def best(recorded: Recorded) -> tuple[str, int, float] | None:
     found = [event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])]
     if not found:
         return None
+    # The run keeps the evaluation with the lowest loss among equal scores; the report must name the
+    # same.
     kept = max(found, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))
     return metric, kept["step"], kept[metric]
 

@@ -144,6 +144,7 @@ def gather(
     if reference and reference not in names:
         near = closest(reference, names, limit=1) or ", ".join(names)
         raise ConfigError(f"reference = {reference!r}: no run has this recipe. There are: {near}.")
+    # The positive control is never the default reference.
     wanted = (each for each in runs if each.name == reference or (not reference and each.name != POSITIVE_CONTROL))
     first = next(wanted, runs[0])
     apart = [(each, why) for each in runs if (why := differences(identity(first), identity(each)))]
@@ -184,6 +185,7 @@ def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
     groups = []
     for (name, reason), members in found.items():
         listed = sorted(members, key=seed_of)
+        # A reason distinguishes groups of one name, such as another number of steps.
         label = f"{name}, {reason}" if reason and names.count(name) > 1 else name
         if len({seed_of(each) for each in listed}) == len(listed):
             groups.append(Group(label, tuple(listed), reason))
@@ -224,6 +226,7 @@ def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
     if reference is None:
         return ""
     ours, theirs = ({each["step"]: each.get("tokens") for each in run.of("step")} for run in (recorded, reference))
+    # Token counts per step stand for the batches: metrics.jsonl has no hash of a batch.
     common = ours.keys() & theirs.keys()
     same = common - {*other_steps(common, recorded.left_out, reference.left_out)}
     other = sum(ours[step] != theirs[step] for step in same)
@@ -233,6 +236,7 @@ def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
 def identity(recorded: Recorded) -> dict[str, Any]:
     """Facts that must be the same for a comparison."""
     run, data = recorded.run, recorded.data
+    # Runs without a hash of their contents are compared by source and sizes.
     learnt = data.get("content_hash") or (data.get("source"), data.get("train_tokens"), data.get("rows"))
     return {"data": learnt, "task": run.get("task"), "model": {**recorded.model}, "parameters": run.get("parameters")}
 

@@ -33,6 +33,8 @@ def figure(events: Sequence[Event]) -> str:
         steps = [event["step"] for event in finite]
         axes.set_xlim(*step_limits([*(event["begun"] for event in finite[:1]), *steps]))
         left, right = axes.get_xlim()
+        # The margin of a check is drawn from halfway to the previous check to halfway to the next
+        # one.
         edges = [left, *((a + b) / 2 for a, b in pairwise(steps)), right]
         margins = [event["margin"] for event in finite]
         lower = [-margin for margin in margins]
@@ -165,6 +167,7 @@ def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, i
     found: list[tuple[int, int]] = []
     begins = [*(event["begun"] for event in events[1:]), recorded.last_step]
     for event, following in zip(events, begins, strict=True):
+        # The run stayed in low precision.
         if event.get("then") in ("", "warn", None):
             continue
         first, last = event["begun"] + 1, following if event["then"] in ("stay", "bf16") else event["step"]

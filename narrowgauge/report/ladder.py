@@ -98,6 +98,7 @@ def series(place: int) -> dict[str, Any]:
     # The first rung is the run's own recipe and the second is bf16; exchanged, so that bf16 gets
     # the reference's colour on every page.
     number = {0: 1, 1: 0}.get(place, place)
+    # Colours repeat after SERIES; the second turn is dashed.
     turn = number // len(several_figures.SERIES)
     return {"number": number, "colour": number % len(several_figures.SERIES), "dashed": turn > 0}
 
@@ -138,6 +139,7 @@ def differences(ladder: Ladder) -> str:
         bands = [] if own.control is None else [CONTROLS * own.control]
         if bands:
             axes.axhspan(-bands[0], bands[0], color=several_figures.colour_of(0), alpha=0.25, linewidth=0)
+        # A margin far outside would flatten the curves.
         if math.isfinite(own.margin) and own.margin < 4 * max(map(abs, levels), default=0.0):
             bands.append(own.margin)
             for bound in (own.margin, -own.margin):

@@ -76,6 +76,7 @@ def figure_of(answer: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(WIDTH / UNITS_PER_INCH, HEIGHT / UNITS_PER_INCH))
     axes = figure.add_axes((0.052, 0.09, 0.678, 0.73))
     most = max(columns, key=_total)
+    # The card's limit is drawn only if it is less than twice the peak; else it is a line of text.
     top = 1.08 * max(_total(most), usable if usable < 2 * _total(most) else 0) / GIB
     for each in (axes, beside := figure.add_axes((0.755, 0.09, 0.24, 0.73), sharey=axes)):
         each.set_ylim(0, top)
@@ -138,6 +139,7 @@ def _stretches(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence
 
 def stretches(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
     """Yield (kind of phase, first column, end column); backward of the head counts as the loss."""
+    # Backward of the head is "backward" without a block number.
     kinds = ["head" if each["phase"] in ("head", "backward") else each["phase"].split()[0] for each in columns]
     if "head" not in kinds or kinds.count("backward") == 0:  # a model without blocks has one phase backward
         kinds = [each["phase"].split()[0] for each in columns]

@@ -45,6 +45,8 @@ def write(run_folder: Path) -> Path:
 
 def environment() -> jinja2.Environment:
     """Jinja environment of all pages: strict, escaped, with the styles as variables."""
+    # Autoescape, because samples and names are user text; StrictUndefined, so that a misspelt
+    # variable raises an error and is not rendered as ''.
     found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
         found.filters[spelled.__name__] = spelled
@@ -60,6 +62,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
     comparison = difference = None
     if reference is not None:
         member = lineage.Member(folder=reference.folder, run=reference.run, events=reference.events)
+        # The margin of the guard, in nats, at the reference's last validation loss.
         last = next((loss for _, loss in reversed(compare.evaluations(reference.events))), 0.0)
         comparison = compare.compare(
             recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out),

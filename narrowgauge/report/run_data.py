@@ -70,6 +70,7 @@ def read(folder: Path) -> Recorded:
             f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it."
         )
     reference, broken = None, None
+    # The first readable reference is used; the page mentions a broken one.
     for inner in sorted(folder.glob("compare-*")):
         try:
             reference = read_alone(inner)
@@ -99,6 +100,7 @@ def read_alone(folder: Path) -> Recorded:
 def last_done(recorded: Recorded) -> Event | None:
     """The `done` event; None if the run has none or was resumed after it."""
     order = [event for event in recorded.events if event["event"] in ("step", "resume", "done")]
+    # A run that was resumed after its end has `step` or `resume` events behind `done`.
     done = next((event for event in reversed(order) if event["event"] == "done"), None)
     if done is None or any(event["event"] == "resume" for event in order[order.index(done) :]):
         return None

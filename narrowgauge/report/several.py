@@ -49,6 +49,7 @@ def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
     """Runs of a study that have begun."""
     facts = facts_of(folder)
     names = [f"{recipe}-seed{seed}" for recipe in facts["recipes"] for seed in facts["seeds"]]
+    # Folders of the study's runs are named recipe-seedN.
     names += [f"{POSITIVE_CONTROL}-seed{seed}" for seed in facts["seeds"] if facts.get("control", False)]
     begun = [folder / name for name in names if (folder / name / "run.json").is_file()]
     if not begun:
@@ -166,6 +167,7 @@ def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     for place, group in enumerate(found.groups):
         runs, verdict = found.runs_of(group), by_name.get(group.name)
         values = list(runs.finite.values())
+        # Decimals that show two digits of the standard deviation over seeds.
         places = format_text.decimals(spread_of(values)) if len(values) > 1 else 4
         half = half_width(values)
         row = {
@@ -260,6 +262,8 @@ def costs(found: Gathered) -> list[dict[str, str]]:
         for key, of, show in (("speed", compare.tokens_per_s, count), ("peak", compare.peak_bytes, format_text.size)):
             values = [value for each in group.runs if (value := of(each.events)) is not None]
             median = statistics.median(values) if values else None
+            # The first group is the reference, so its median is stored for the ratios of the
+            # others.
             whole = first.setdefault(key, median)
             row[key] = show(median) if median is not None else "–"
             row[f"{key}_ratio"] = f"{median / whole:.2f}" if median and whole else ""

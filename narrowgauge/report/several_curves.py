@@ -26,6 +26,7 @@ def loss_figures(found: Gathered) -> Iterator[Figure]:
             compare.smooth([(step["step"], step["loss"]) for step in each.of("step")], smoothing_radius(each))
             for each in group.runs
         ]
+        # A recipe whose run has no step yet has no mean curve.
         if all(smoothed):
             lines.append(several_figures.mean_line(place, smoothed))
         if all(evaluated := [compare.evaluations(each.events) for each in group.runs]):
@@ -73,6 +74,7 @@ def difference_figures(found: Gathered) -> Iterator[Figure]:
             [(step, value - theirs[step]) for step, value in cards.points(each, found.metric) if step in theirs]
             for each, theirs in pairs
         ]
+        # Only steps evaluated in both runs of a pair enter; a pair without one has no difference.
         if curves and all(curves):
             lines.append(several_figures.mean_line(place, curves, is_dotted=True))
     if lines:

@@ -25,6 +25,7 @@ def table(recorded: Recorded) -> dict[str, Any] | None:
     """
     last: dict[str, dict[str, Any]] = {}
     for event in recorded.of("spread"):
+        # Rows and channels of a layer are separate events; the last one of each kind counts.
         last.setdefault(event["module"], {}).update(
             {key: event[key] for key in ("rows", "channels", "step") if key in event}
         )

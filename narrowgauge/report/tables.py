@@ -28,6 +28,7 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
         name, note, *columns = (str(row.get(key) or "") for key in ("name", "note", *DESCRIBE_COLUMNS))
         new = {"names": Counter(), "columns": tuple(columns), "notes": {}}
         group = groups.setdefault(tuple(columns), new)
+        # Numbers in names become *, so that equal layers of all blocks share a row.
         group["names"][re.sub(r"\b\d+\b", "*", name)] += 1
         group["notes"].setdefault(note, []).append(name)
     return list(groups.values())

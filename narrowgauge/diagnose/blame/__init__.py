@@ -73,6 +73,8 @@ def blame(
     suspects = found.suspects[:confirm]
     if not suspects:
         return found
+    # Each rank has only its part of the gradient, so a comparison would need collectives per
+    # suspect.
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         note = "Suspects are not confirmed on several ranks, of which each has its part of the gradient."
         return Blame(found.findings, (), (*found.notes, note), found.step)

@@ -52,6 +52,7 @@ def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
         wider[each.layer] = mixed(own, BF16, (each.product,))
     try:
         for name, recipe in wider.items():
+            # compute_as keeps amax histories and learned steps; a conversion would replace them.
             layers[name].compute_as(recipe)
         yield
     finally:
@@ -78,6 +79,7 @@ def _confirmed(
         return Confirmation((suspect.name,), None, f"it cannot be computed in 16 bits: {str(error).rstrip('.')}")
     if not whole > 0:
         return Confirmation((suspect.name,), None, "the gradient is that of 16 bits, whatever it computes")
+    # left can exceed whole: errors of several GEMMs partly cancel in the gradient.
     share, off = 1 - left / whole, (whole / size) ** 0.5 if size > 0 else float("inf")
     words = (
         f"with it alone in 16 bits {max(share, 0):.0%} of the squared distance of the gradient from that in 16 bits is gone "

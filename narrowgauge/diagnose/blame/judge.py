@@ -226,6 +226,7 @@ def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> lis
         readings = []
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
             gemm = getattr(recipes[layer], product)
+            # First the same settings, then all quantized operands. Unquantized operands expect 0.
             kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or Expected(0.0, False)
             readings.append(_reading(role, operand, kind))
         numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
@@ -284,6 +285,7 @@ def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[
     return {
         key: Expected(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
         for key, own in members.items()
+        # The median of a few operands could be the faulty one itself.
         if key[1] is None or len(own) >= SMALLEST
     }
 

@@ -193,6 +193,8 @@ class Product:
             columns = [each.to(wide).square().sum(dim=0, dtype=torch.float64) for each in originals]
             off, coded, explained = kernel_distance(codes, bias, result, fast)
         self.far, self.size, self.off, self.coded = self.far + far, self.size + size, self.off + off, self.coded + coded
+        # Sums of squares per contracted column: the size of the result if its terms were
+        # independent.
         self.incoherent += float((columns[0] * columns[1]).sum())
         self.explained += explained**2
 

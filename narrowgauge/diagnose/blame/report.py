@@ -65,6 +65,7 @@ class Blame:
 
         If some suspects are confirmed, only these.
         """
+        # If nothing is confirmed, the setting covers all suspects.
         hurting = {name for each in self.confirmations if each.hurts for name in each.products}
         return entries(each for each in self.suspects if not hurting or each.name in hurting)
 

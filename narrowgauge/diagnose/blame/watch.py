@@ -30,6 +30,7 @@ class LayerWatch:
 
     def __init__(self, name: str, layer: QLinear, found: dict[Key, Product]) -> None:
         self.name, self.layer, self.found = name, layer, found
+        # (GEMM, role) -> (original, codes) between the call of an operand and of its result.
         self.seen: dict[tuple[str, str], tuple[Tensor, QTensor | Tensor]] = {}
         self.noise: dict[tuple[str, str], Tensor] = {}
 
@@ -49,6 +50,8 @@ class LayerWatch:
         recipe = self.layer.recipe
         fast = recipe is not None and getattr(recipe, gemm).fast_accumulate
         product = self.found.setdefault((self.name, gemm), Product())
+        # Measured inside the hook: storing operands until the end of the step would keep all
+        # activations alive.
         product.add((lhs[0], rhs[0]), (lhs[1], rhs[1]), bias, result.detach(), fast, (left, right))
 
 
