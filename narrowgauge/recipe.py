@@ -188,7 +188,6 @@ class Cast:
         _require(self, "tile", is_pair, "it must be a tuple of two whole numbers, such as (1, 128).")
         sizes = len(self.tile) == 2 and all(size == WHOLE or size >= 1 for size in self.tile)
         _require(self, "tile", sizes, "give two sizes of at least 1, or -1 for a whole axis.")
-        # A history of one amax per tile would need a state of the tensor's size in tiles.
         if isinstance(self.calibrate, Window) and not self.is_per_tensor:
             raise ConfigError(
                 f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "

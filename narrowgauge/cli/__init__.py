@@ -112,7 +112,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
         raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
-    # Only the module of the called verb is imported: cyclopts and torch take seconds.
+    # Only the module of the called verb is imported: importing torch takes seconds.
     return _call(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
 

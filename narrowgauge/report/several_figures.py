@@ -116,7 +116,7 @@ def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
         return (-0.5, 0.5) if zero else (0.0, 1.0)
     low, high = min(values), max(values)
     room = 1.5 * (high - low) or 0.05 * abs(high) or 0.5
-    # Bands are shown up to 1.5 times the range of the lines.
+    # Bands may extend the limits by 1.5 times the range of the lines on either side.
     low, high = max(low - room, min(bands[0], low)), min(high + room, max(bands[-1], high))
     margin = 0.05 * (high - low) or 0.001
     return low - margin, high + margin
