@@ -57,8 +57,8 @@ class Part:
     record          captured instead of `run`
     before_replay   called before each replay: fills the memory that the kernels read
     around_capture  called before and after a capture
-    ready           whether the part may be captured now
-    refuse          why the part cannot be captured, a clause, or ''; called before the capture
+    ready           True once the part may be captured
+    refuse          returns a clause on why the part cannot be captured, or ''; called before the capture
     """
 
     run: Callable[..., None]
@@ -225,7 +225,7 @@ class Graphs:
         return True
 
     def clear(self) -> None:
-        """Drops all graphs."""
+        """Drop all graphs."""
         self._parts.clear()
 
     @property

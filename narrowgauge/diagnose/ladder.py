@@ -4,8 +4,7 @@ The same steps are replayed from one checkpoint under one change after another. 
 rung:
 
     again            the run's own recipe            does the result repeat?
-    bf16             every GEMM in 16 bits           same curve? then the number format is not the
-                     cause
+    bf16             every GEMM in 16 bits           same curve? then not the number format
     control          bf16, other summation order     how far rounding alone drives two replays apart
     recipe:NAME      more conservative recipes       one after another, until one fixes it
     product:NAME     one GEMM in 16 bits             which of the three GEMMs fixes it alone
@@ -34,7 +33,6 @@ REST = 0.5  # a fix leaves at most this share of the gap to BF16
 # Recipe -> the next recipe with smaller rounding errors: current scaling before delayed scaling,
 # row scales before per-tensor scales, 8 bits before 4. bf16 follows the last one and has its own
 # rung.
-# After the last comes bf16, which is a rung of its own.
 MORE_CONSERVATIVE = {
     "fp8-delayed": "fp8-current", "fp8-current-fast": "fp8-current", "fp8-current": "fp8-row", "fp8-row": "mxfp8", "fp8-block": "mxfp8",
     "nvfp4": "mxfp8", "mxfp4": "mxfp8", "int4-lsq-luq": "int4-hq-bs", "int4-hq-lss": "int4-hq-bs", "int4-minmax-sr": "int4-hq-bs",
@@ -93,10 +91,12 @@ class Rung:
 class Ladder:
     """Replays of a run around a step, and their evaluation.
 
+    recipe  the run's recipe; '' if no GEMM of the run is below 16 bits
     begun   step after which the replays begin
     steps   number of steps in a replay
     asked   step that the user asked about
     logged  losses that the run itself logged, by step
+    rungs   name -> Rung, in the order in which they were run
     scores  validation scores at `begun`: {"narrow": {...}, "wide": {...}}; "wide" (all GEMMs in 16
             bits) only where it differs
     """

@@ -2,9 +2,9 @@
 
 A seed determines weights, order of the data and stochastic rounding. A recipe and the reference of
 one seed are a pair: they start equal and see the same batches, unless a run skipped batches at a
-loss spike (`Runs.left_out`), which the verdict then names. Judged is the mean of the differences d
-= recipe - reference, one number per seed. "Harm" is d with the sign chosen so that harm > 0 is
-worse. Tests and intervals: `paired_tests`. With a margin, chosen before the runs:
+loss spike (`Runs.left_out`), which the verdict then names. The verdict judges the mean of the
+differences d = recipe - reference, one number per seed. "Harm" is d with the sign chosen so that
+harm > 0 is worse. Tests and intervals: `paired_tests`. With a margin, chosen before the runs:
 
     worse             shown (one-sided, 5 %): harm above the margin
     better            shown (one-sided, 5 %): harm below minus the margin
@@ -179,6 +179,7 @@ class Verdict:
     differences     recipe minus reference, in units of the metric
     limit           margin in units of the metric: `assay.margin`, or the requested one if the assay
                     is not sensitive
+    p_worse ...     p-values of the tests in the module docstring
     holds_together  True if the verdict holds with Holm's correction over all recipes; None: one
                     recipe, or nothing shown
 
@@ -293,8 +294,8 @@ class Verdict:
     def needed(self) -> tuple[int | None, int | None] | None:
         """Seeds for 80 % power at the observed standard deviation.
 
-        (if the true mean is zero, if it equals the observed mean). An entry is None above MOST. The
-        result is None for known verdicts, and without a standard deviation.
+        Returns (seeds if the true mean is zero, seeds if it equals the observed mean). An entry is
+        None above MOST. The result is None for known verdicts, and without a standard deviation.
         """
         spread, margin, mean = spread_of(self.differences), self.absolute_margin, self.mean
         if not spread or not margin or mean is None or self.name != UNKNOWN or self.cannot_tell:

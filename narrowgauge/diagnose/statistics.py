@@ -3,9 +3,8 @@
 With code = |x| * (1 / scale), and a float format with largest value `format_max` and smallest
 positive value `smallest_subnormal`:
 
-    underflow   code <= smallest_subnormal / 2     nearest-even rounds it to zero (a tie goes to
-                zero, the
-                                                   even code)
+    underflow   code <= smallest_subnormal / 2     nearest-even rounds it to zero (also at a tie:
+                                                   zero is the even code)
     saturated   code > format_max * (1 + 2**-22)   clipped to format_max
     histogram   floor(log2 |x|), read from the exponent bits: exact at powers of two and for
                 subnormals

@@ -88,9 +88,9 @@ class Scale:
     slow drift. The scale is their root mean square at the upper end of its 90 % interval, sqrt(n /
     chi2(0.1, n)): 8 times for one value, 2.3 times for three.
 
-    Of every four values one, at most two, is trimmed to the next smaller value and not counted in
-    chi2's n, so that neither a wild check nor the start of a gap hides later checks. Only the last
-    KEPT values count, since noise shrinks during training.
+    One of every four values, two at most, is trimmed to the next smaller value and not counted in
+    chi2's n. A wild check or the start of a gap then does not hide later checks. Only the last KEPT
+    values count, since noise shrinks during training.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Bets:
     ) -> None:  # fmt: skip
         """Add one check.
 
-        controls  values with this check's noise scale, for this purpose only
+        controls  values that have this check's noise scale
         grow      False leaves the scale unchanged
         within    margin of "within", if it is smaller; None: the same margin
         """

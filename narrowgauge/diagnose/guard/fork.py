@@ -6,15 +6,15 @@
     ... or fork.swap() ...                         goes back, and the copy then holds the later
                                                    state
 
-Copied is the memory of all tensors: parameters, buffers (including amax histories, learned steps
-and sampler statistics of recipes), optimizer states, and the states of further objects. Also
-recorded are non-tensors: the dicts that hold the tensors, parameter groups, the loss scaler, all
+A snapshot copies the memory of all tensors: parameters, buffers (including amax histories, learned
+steps and sampler statistics of recipes), optimizer states, and the states of further objects. It
+also records non-tensors: the dicts that hold the tensors, parameter groups, the loss scaler, all
 random generators, and counters of ranks that share a model. Tensors keep their addresses in a
 restore or swap. A state created since, by an optimizer's first step, is removed again.
 
-Of a DTensor each rank copies its own shard; all ranks must take, restore and swap at the same
-steps. Gradients are not copied: call it between two steps, where there are none. Cached weight
-casts are dropped and recomputed from the weights.
+Each rank copies its own shard of a DTensor; all ranks must take, restore and swap at the same
+steps. Gradients are not copied: take a snapshot between two steps, where there are none. Cached
+weight casts are dropped and recomputed from the weights.
 
 Costs each byte of the state once in host memory or on the disk, and BLOCK bytes more on the device
 during an exchange.
@@ -115,7 +115,7 @@ class Fork:
     def _exchange(self, keeps_copy: bool) -> None:
         """Copy the blocks back to their storages.
 
-        Without keeps_copy, store the current bytes in exchange.
+        Without keeps_copy, the current bytes take the place of the copy.
         """
         storages = self._present.storages
         for key, flat in storages.items():

@@ -8,11 +8,11 @@
 
 A check runs as follows. The state is copied (`fork`), the run takes `steps` steps as usual, and
 their batches are stored. Then copy and current state are swapped, and the same batches are replayed
-in BF16. The check only looks back, so the loop keeps its iterator, workers and sampler. Judged is
-the difference of the losses (`check`, `evidence`). Every fourth check also runs a control: BF16
-again from weights changed in their last bit, with the same dropout masks, so that only rounding
-differs (`nudge`). In the last steps of a check the run's numbers are compared with its recipe
-(`audit`).
+in BF16. The check only looks back, so the loop keeps its iterator, workers and sampler. The verdict
+follows from the difference of the losses (`check`, `evidence`). Every fourth check also runs a
+control: BF16 again from weights changed in their last bit, with the same dropout masks, so that
+only rounding differs (`nudge`). In the last steps of a check the run's numbers are compared with
+its recipe (`audit`).
 
 Afterwards the run continues from its own end state: without an alarm it is bit-identical to the
 unguarded run. If it is worse, `then` may make it continue from the BF16 end state, whose steps were

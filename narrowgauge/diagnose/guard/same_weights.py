@@ -89,7 +89,7 @@ def slopes(narrow: Samples, wide: Samples) -> dict[str, float]:
     either gradient is not finite.
     """
     products = {
-        # float64: 4096 products of float32 numbers.
+        # float64: sums of up to 4,096 float32 products.
         name: (float(narrow[name].double() @ each.double()), float(each.double().square().sum()))
         for name, each in wide.items()
         if name in narrow and narrow[name].shape == each.shape

@@ -125,7 +125,7 @@ def chosen(given: str | GuardSettings) -> GuardSettings:
 def problems(text: str, steps: int, warmup_steps: int) -> Iterator[str]:
     """Yield sentences on errors in the setting for a run of `steps` steps.
 
-    Steps = 0: not known yet.
+    steps  0: not known yet
     """
     if not text.strip():
         return

@@ -11,7 +11,7 @@ from narrowgauge.diagnose.guard.unlike import sentence as unlike_sentence
 from narrowgauge.diagnose.sensitivity import SHARE
 
 WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
-# Evidence on which "worse" rests; a stretch is the second half of a probe.
+# Evidence on which "worse" rests; "stretch" stands for the mean losses of the probes.
 STRETCH, SAME_WEIGHTS, GRADIENT, NUMBERS = "stretch", "same weights", "gradient", "numbers"
 # Of the first check's loss: a loss that has fallen by less since then is on a plateau.
 PLATEAU = 0.02
