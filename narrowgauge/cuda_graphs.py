@@ -58,7 +58,7 @@ class Part:
     before_replay   called before each replay: fills the memory that the kernels read
     around_capture  called before and after a capture
     ready           True once the part may be captured
-    refuse          returns a clause on why the part cannot be captured, or ''; called before the capture
+    refuse          clause on why the part cannot be captured, or ''; called before the capture
     """
 
     run: Callable[..., None]

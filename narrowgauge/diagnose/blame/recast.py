@@ -1,8 +1,7 @@
 """Compare codes with a fresh cast of their tensor, which detects a bias that rounding hides.
 
     slope        <q, x> / <x, x>          for the decoded codes q that a GEMM read
-    own slope    <r, x> / <x, x>          r: x cast again, with the scales of q and the same random
-                 numbers
+    own slope    <r, x> / <x, x>          r: x cast again, with the scales and random numbers of q
     apart        |q - r| / |x|
     scale off    largest |scale / own scale - 1| of a tile; own scale: the cast's scale of x
 

@@ -1,7 +1,6 @@
 """Compare gradients at the first step of a check, where run and BF16 have the same weights.
 
-    slope = <g_run, g_bf16> / <g_bf16, g_bf16>         of each Linear's weight, over SAMPLE of its
-                                                       elements
+    slope = <g_run, g_bf16> / <g_bf16, g_bf16>         of each Linear's weight, over SAMPLE elements
 
 Batch and random numbers are the same too. Recipes without bias have slopes near 1, including
 stochastic ones, whose noise has no direction. A dead layer has slope 0, dropped columns give less

@@ -1,7 +1,7 @@
 """The setting `guard`: interval, length and margin of the checks, and the action if worse.
 
-    every=2000,steps=100,margin=0.25%,then=stay          each key once, in any order; defaults:
-                                                         `GuardSettings`
+    every=2000,steps=100,margin=0.25%,then=stay     each key once, in any order; the rest as in
+                                                    `GuardSettings`
 
     every    steps from the start of a check to the start of the next one
     steps    length of a BF16 probe; its second half counts
