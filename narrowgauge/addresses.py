@@ -40,11 +40,11 @@ from narrowgauge.errors import BackendError
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
-is_compiling = torch.compiler.is_compiling  # names of this module: asked at every call
+is_compiling = torch.compiler.is_compiling  # bound here, because they are read at every call
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _is_traced = torch._C._is_tracing
 _PLAIN = Tensor.__torch_dispatch__
-_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: not what users define
+_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: torch's own modes
 
 
 Launched = Callable[[str, Iterable[Tensor]], None]

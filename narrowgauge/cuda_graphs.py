@@ -77,7 +77,7 @@ def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: objec
     elif torch.version.hip is not None:
         reasons.append("written for NVIDIA GPUs")
     reasons += refuse_run(model, optimizer, scaler)
-    if device.type == "cuda":  # what `make_capturable` removes
+    if device.type == "cuda":  # reasons that `make_capturable` removes
         kind, groups = type(optimizer).__name__, [group for group in optimizer.param_groups if "capturable" in group]
         if not all(group["capturable"] for group in groups):
             reasons.append(f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable")

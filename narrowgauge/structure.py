@@ -130,7 +130,7 @@ def _is_stack(module: nn.Module) -> bool:
     return holding == members and not any(isinstance(member, nn.Linear) for member in members)
 
 
-# --- Weights that no Linear holds, or that are read without calling it ---
+# --- Weights outside Linears, or used without calling the Linear ---
 
 _CONV1D = "transformers' Conv1D is no nn.Linear: replace it by one with the transposed weight"
 _ATTENTION = "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear"

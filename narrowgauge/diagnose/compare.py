@@ -54,7 +54,7 @@ class Comparison:
     identical: bool  # every common loss is bit-identical
     window: int  # steps in the moving window; upper limit for `tail`
     curve: list[tuple[int, Estimate]]  # moving mean of the difference of the training losses
-    tail: Estimate | None  # its mean over the last `window` common steps
+    tail: Estimate | None  # mean difference over the last `window` common steps
     validation: Pair | None  # at the last step where both were evaluated
     tokens_per_s: Pair | None
     peak_bytes: Pair | None

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-WINDOW = 64  # steps before the present one
+WINDOW = 64  # previous steps that a value is compared with
 LEAST = 32  # with fewer values only non-finite numbers are events
 LOSS = 10.0
 LOSS_WITH_NORM = 5.0
@@ -121,7 +121,7 @@ def measured(before: Sequence[float], value: float) -> tuple[float | None, float
     half = len(before) // 2
     older, newer = statistics.median(before[:half]), statistics.median(before[-half:])
     slope = (newer - older) / (len(before) - half)
-    middle = len(before) - (half + 1) / 2  # of the newer half
+    middle = len(before) - (half + 1) / 2  # position of the newer half's median
     line = newer + slope * (len(before) - middle)
     distances = [abs(each - newer - slope * (place - middle)) for place, each in enumerate(before)]
     scale = NORMAL * statistics.median(distances)

@@ -62,7 +62,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
     comparison = difference = None
     if reference is not None:
         member = lineage.Member(folder=reference.folder, run=reference.run, events=reference.events)
-        # The margin of the guard, in nats, at the reference's last validation loss.
+        # The guard's default margin is a share of this loss, the reference's last validation loss.
         last = next((loss for _, loss in reversed(compare.evaluations(reference.events))), 0.0)
         comparison = compare.compare(
             recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out),

@@ -6,9 +6,9 @@ g is the gradient with all GEMMs in 16 bits and the same random numbers, g_low t
 recipe. A suspect is confirmed if it accounts for at least SHARE of the squared distance.
 
 Limits: faults that do not show in the gradient of one step. A saturating amax history may even
-shorten the distance, and a GEMM whose result reaches no trained weight has no gradient. A probe over many steps
-(train.blamed) detects these too. Costs a forward and a backward pass per suspect and two more, and
-one copy of all gradients.
+shorten the distance, and a GEMM whose result reaches no trained weight has no gradient. A probe
+over many steps (train.blamed) detects these too. Costs a forward and a backward pass per suspect
+and two more, and one copy of all gradients.
 """
 
 from __future__ import annotations
