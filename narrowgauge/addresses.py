@@ -44,7 +44,8 @@ is_compiling = torch.compiler.is_compiling  # bound here, because they are read 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _is_traced = torch._C._is_tracing
 _PLAIN = Tensor.__torch_dispatch__
-_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: torch's own modes
+# Torch's own modes: fake, proxy and functional.
+_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 Launched = Callable[[str, Iterable[Tensor]], None]

@@ -7,7 +7,7 @@
 In Frobenius norms, k a contracted column:
 
     error        |result - lhs @ rhs.T| / |lhs @ rhs.T|                          format and kernel
-    noise        |result - lhs @ rhs.T| / sqrt(sum over k |lhs_k|^2 |rhs_k|^2)   without cancellation
+    noise        |result - lhs @ rhs.T| / sqrt(sum over k |lhs_k|^2 |rhs_k|^2)   no cancellation
     kernel       |result - codes product| / |codes product|                      the kernel alone
     kernel_most  upper bound on `kernel` from rounding of the sum and of the result, see `roundings`
 
