@@ -1,4 +1,4 @@
-"""What a guard of a loop cannot work with, or would go wrong without a word: refused before the first step."""
+"""Checks before the first step of a guarded loop: setups that would fail, or go wrong silently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = forms.record(
 
 
 def has_narrow(model: nn.Module) -> bool:
-    """Whether anything of the model computes on narrow numbers, which BF16 would not."""
+    """True if some layer computes in low precision, which BF16 would not."""
     layers = list(model.modules())
     return any(
         isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe)) for each in layers
@@ -34,12 +34,12 @@ def has_narrow(model: nn.Module) -> bool:
 
 
 def is_narrow(recipe: Recipe | None) -> bool:
-    """Whether a product of it is on narrow numbers."""
+    """True if a GEMM of the recipe is below 16 bits."""
     return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())
 
 
 def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], then: str = "") -> None:
-    """Raises ConfigError with the reason. then: the recipe that a run that is worse would get, or ''."""
+    """Raise ConfigError with the reason. then: recipe for a run that is worse, or ''."""
     layers = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
     if not has_narrow(model):
         raise ConfigError(
@@ -52,6 +52,8 @@ def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], the
         except ConfigError as error:
             raise ConfigError(f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.") from None
     learns = any(isinstance(each, LearnedSteps) for each in model.modules())
+    # DDP would wait for these gradients silently: its buckets are never reduced, until the ranks'
+    # gradient norms differ.
     if learns and any(getattr(each, "find_unused_parameters", True) is False for each in model.modules()):
         raise ConfigError(
             "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
@@ -64,6 +66,7 @@ def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], the
             raise ConfigError(
                 f"Guard: optimizer is a {type(optimizer).__name__}. Give the one that `step` calls, or a list."
             )
+        # Set by torch's schedulers when they wrap optimizer.step.
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not held:
             raise ConfigError(
                 "Guard: a scheduler moves the learning rate of the optimizer, and steps of a check would move it further. "
@@ -72,7 +75,7 @@ def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], the
 
 
 def refuse_state(state: Any, settings: str) -> None:
-    """ConfigError for a state that no guard with these settings gave."""
+    """Raise ConfigError for a state that does not come from a guard with these settings."""
     if problem := forms.refuse(state, STATE):
         raise ConfigError(
             f"Guard: its state is damaged: {problem}. Give what `state_dict` gave, or leave it out to begin anew."
@@ -84,7 +87,7 @@ def refuse_state(state: Any, settings: str) -> None:
 
 
 def refuse_no_loss(loss: Any) -> None:
-    """ConfigError unless it is one number."""
+    """Raise ConfigError unless the loss is a single number."""
     if not isinstance(loss, int | float) and not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
         what = f"{list(loss.shape)} tensor" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ConfigError(f"Guard: step returned a {what}. Return the mean loss of the batch, a number.")
