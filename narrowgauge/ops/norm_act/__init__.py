@@ -22,8 +22,9 @@ requests)
                 activations
     request     the cast of y to compute, or None
     requests    the casts of the gradients of x, or of g and u
-    ->          forward: y with its casts, and the statistics backward: the gradients of x, or of g
-                and u, with their casts; then the gradients of w and b
+    ->          forward: y with its casts, and the statistics
+                backward: the gradients of x, or of g and u, with their casts; then the gradients of
+                w and b
 
 Casts are computed from y after rounding to its dtype, and are bit-identical to `quantize(y)`. A
 layer that reads them therefore computes the same result as from y. Sums are float32. The kernels

@@ -354,7 +354,9 @@ def norm_backward(
 ):
     """Entry point of a norm's backward kernel.
 
-        dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r;  [] and mean only for layer-norm
+        dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r
+
+    The term in brackets and the mean exist only for layer-norm.
 
     x, h, dx  [rows, columns]
     sums      (for w, for b or None) [PARTS, columns] float32
