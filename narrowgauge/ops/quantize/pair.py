@@ -2,10 +2,11 @@
 
     rows = quantize(x, cast, amax)
     cols = quantize(x.T, cast, amax), in its own row-major order
-    amax   [1, 1] under delayed scaling, else None The definition computes these in sequence; the
-           Triton kernels read x once
-(triton.py). If the amax of a tensor is not finite, the codes of a delayed kernel may differ from the definition's. Their scale
-is NaN, which makes every value NaN.
+    amax   [1, 1] under delayed scaling, else None
+
+The definition computes these in sequence; the Triton kernels read x once (triton.py). If the amax
+of a tensor is not finite, the codes of a delayed kernel may differ from the definition's. Their
+scale is NaN, which makes every value NaN.
 """
 
 from __future__ import annotations
