@@ -2,13 +2,13 @@
 
 Results are bit-identical to the reference, in one or two launches.
 
-    tile             launches                             reads of x (including x.T, if requested)
-    tensor           one, with all programs resident      2, the second from the cache if x fits
-    tensor, delayed  one                                  1
-    row              one                                  1; 2 for rows above 8,192 elements, like a tensor
-    row, with x.T    one, like a tensor                   2, like a tensor
-    blocks           one                                  1
-    blocks, 2 level  maxima, cast                         2, like a tensor
+    tile             launches                         reads of x (including x.T, if requested)
+    tensor           one, with all programs resident  2, the second from the cache if x fits
+    tensor, delayed  one                              1
+    row              one                              1; 2 above 8,192 elements, like a tensor
+    row, with x.T    one, like a tensor               2, like a tensor
+    blocks           one                              1
+    blocks, 2 level  maxima, cast                     2, like a tensor
 
 Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
 stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats of less
