@@ -29,6 +29,7 @@ def plain(cast: Cast) -> Cast:
 
 def has_words(cast: Cast) -> bool:
     """Return True if narrowgauge defines the format and the scale rule under these names."""
+    # Compared by value: a user's format may have the name of one of ours.
     return _FORMATS.get(cast.format.name) == cast.format and _RULES.get(cast.scale.name) == cast.scale
 
 

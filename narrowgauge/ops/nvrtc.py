@@ -2,7 +2,8 @@
 
 This is for kernels that Triton cannot express. NVRTC comes with torch's CUDA builds (pip puts it
 into a folder beside torch), and libcuda with the driver. The user needs no compiler, CUDA toolkit
-or header.
+or header. torch.cuda._compile_kernel is similar, but it is private and looks for a toolkit's
+headers.
 
 A binary is cached in the folder of `ops.cpp`. Its file name contains a hash of the source, the
 options, the compute capability and NVRTC's version, and a hash of the binary itself.
@@ -19,8 +20,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-# torch.cuda._compile_kernel (torch 2.13) is similar, but it is private and requires a toolkit's
-# headers.
 import torch
 from torch import Tensor
 
@@ -58,6 +57,8 @@ def _compiler() -> ctypes.CDLL:
     The wheel's folder is nvidia/cu13/lib or nvidia/cuda_nvrtc/lib beside torch. If it does not
     exist, the loader's search path decides.
     """
+    # Two libraries by name, not libcaffe2_nvrtc.so: that one binds every symbol at once, and fails
+    # if one is missing.
     file = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
     beside = sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{file}"))
     return ctypes.CDLL(str(beside[0]) if beside else file)
@@ -139,6 +140,7 @@ class Source:
             return reading.bytes_of(found, BUILT)
         made, _ = compiled(self.file, self.text, capability)
         target = place / f"{stem}-{digest(made)}.cubin"
+        # Written under another name and renamed, so that no process reads half a file.
         draft = target.with_suffix(f".{id(made)}")
         draft.write_bytes(made)
         # Explicit, whatever the umask: `is_whole` refuses files that others may write to.
@@ -156,6 +158,8 @@ class Source:
         if dry_run_on() is not None:
             return
         values = [ctypes.c_int(x) if isinstance(x, int) else ctypes.c_void_p(address(x)) for x in arguments]
+        # cuLaunchKernel takes an array of pointers to the arguments; `values` must stay alive until
+        # it returns.
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         with torch.cuda.device(device):  # cuLaunchKernel uses the current context
             function = _function(self, kernel, torch.cuda.current_device())

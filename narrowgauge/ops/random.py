@@ -87,8 +87,11 @@ class Stream:
         role   "x", "w" or "gy", or the name of a GEMM
         which  purpose of the draw within the role
         """
+        # The shard is part of the name: ranks with different parts of a tensor must not repeat each
+        # other's noise.
         low, high = hashed(self.name, role, which, self.shard.get(role, ""))
         if isinstance(self.words, Tensor):
+            # Cached on the device: a copy from the host at every draw would synchronize.
             return Key(self.words ^ _on_device(low, high, self.words.device))
         return Key((self.words[0] ^ low, self.words[1] ^ high))
 
@@ -129,6 +132,8 @@ def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = N
     if wrapper() and not is_dry_run:  # no kernel can read the words of a fake key
         return torch.rand(shape, dtype=torch.float32, device=device)
     if cuda:
+        # Stays on the device: Python integers would be constants of a CUDA graph, which would
+        # repeat its noise.
         return Key(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
     # A dry run must not advance the generator, and needs no values.
     if is_dry_run and facts.type == "cpu":

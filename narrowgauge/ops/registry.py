@@ -137,6 +137,7 @@ def onednn_without_vnni(environment: Mapping[str, str]) -> bool:
 def cpu_facts() -> Device:
     """Return the Device of this CPU as oneDNN uses it; ONEDNN_MAX_CPU_ISA may restrict it."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # torch reports VNNI whatever ONEDNN_MAX_CPU_ISA says, and _int_mm then saturates (torch 2.13).
     int8 = torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
     return Device("cpu", bf16_gemm=bf16, int8_gemm=int8)
 
@@ -185,6 +186,7 @@ def imported(module: str, function: str) -> Callable[..., Any]:
     """Return a function that imports `module` at its first call and then calls `function` in it."""
 
     def call(*given: Any) -> Any:
+        # import_module takes a lock and several lookups, which is too slow for every call.
         return getattr(sys.modules.get(module) or import_module(module), function)(*given)
 
     return call
@@ -238,6 +240,8 @@ class Registry(Generic[Spec]):
             return None if reason is None else Refusal("slower", reason)
 
         def cannot(spec: Spec, device: Device) -> Refusal | None:
+            # Wrapper and device come first: kernel.refuse may import the kernel's module or build a
+            # library.
             if device.wrapper and not kernel.by_torch:
                 hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
                 return Refusal("wrapper", hides)

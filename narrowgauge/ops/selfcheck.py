@@ -189,6 +189,7 @@ def difference(name: str, got: Tensor, expected: Tensor, device: torch.device) -
 def _bits(x: Tensor) -> Tensor:
     if not x.dtype.is_floating_point:
         return x.to(torch.int64)
+    # Compared as integers: equal floats may differ in the sign of zero.
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.view(integer).to(torch.int64) & ((1 << min(8 * x.element_size(), 63)) - 1)
 

@@ -43,6 +43,7 @@ def widened(
     """
     if not torch.is_autocast_enabled("cpu"):
         return args, kwargs
+    # A dtype argument overrides autocast for the functions of the second list.
     if func in IN_FLOAT32 or (func in WITH_DTYPE and kwargs.get("dtype") is None):
         with torch.autocast("cpu", enabled=False):
             args, kwargs = tree_map(_wide, (args, kwargs))

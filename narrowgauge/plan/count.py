@@ -91,6 +91,7 @@ class Count:
             total += change
             if at >= start and total > most:
                 most, place = total, at
+        # A second pass, because a dictionary of live allocations at every event would be slow.
         for event, change in list(self._changes())[: place + 1]:
             if change > 0:
                 alive[event] = change
@@ -177,6 +178,7 @@ def _one_step(step: Step, recorder: Recorder) -> None:
         _name_saved(trace, before, recorder)
         recorder.begin("backward")
         loss.backward()
+        # As in `allocations.run_step`, which holds no reference to the loss during the next phase.
         del loss
         recorder.name("gradients", (parameter.grad for parameter in step.model.parameters()))
     recorder.begin("step")

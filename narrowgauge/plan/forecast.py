@@ -104,6 +104,7 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
     full       True traces the whole model
     """
     on_gpu = device.type == "cuda"
+    # Up to 5 layers the whole model is cheaper to trace than models of 3 and 4 layers.
     if full or differing or layers <= MORE + 1:
         counted = count(build(0), device)
         found = moments(counted)
@@ -123,6 +124,8 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
         found = extrapolated(few, more, layers)
     except (ValueError, KeyError):
         return forecast(build, device, layers, "its layers do not take the same phases", full=True)
+    # Reserved bytes are not linear in the layers, because of fragmentation, so their gap is carried
+    # over.
     gap = more[-1].reserved - max(each.allocated for each in more)
     top = max(each.allocated for each in found)
     return Forecast(

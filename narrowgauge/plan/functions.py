@@ -94,6 +94,7 @@ def plan(
         def step() -> Step:
             built = made(depth or layers)
             own = optimizer(built)
+            # Created under the fake mode, so that the batch counts as allocated on the device.
             given = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, batch)
 
             def stepped() -> None:

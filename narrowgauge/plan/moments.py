@@ -75,6 +75,8 @@ def moments(count: Count, expandable: bool = False) -> list[Moment]:
         _change(parts, allocations, events[:place])
         largest = {kind: nbytes for kind, nbytes in parts.items() if nbytes}
         _change(parts, allocations, events[place:])
+        # The peak of this phase, not of the whole run; peak_reserved is not reset, because reserved
+        # memory stays.
         allocator.peak_allocated = allocator.allocated
         run(allocator, trace, events)
         found.append(

@@ -87,6 +87,7 @@ def time(done: Tally, card: Card, rates: Rates = RATES) -> Time:
         launches += times
         flops += times * each.flops
         forward += times * each.flops if each.phase == "forward" else 0.0
+    # Backward takes twice the FLOPs of forward; the rest is recomputation.
     return Time(
         by_kind=by_kind, by_phase=by_phase, host=host, launches=round(launches), flops=flops, model_flops=min(3 * forward, flops)
     )  # fmt: skip

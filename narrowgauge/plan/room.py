@@ -49,6 +49,7 @@ class Room:
             named = card(card_name) if card_name else None
             found = of_memory(memory, named) if memory else named
             assert found is not None
+            # A card of a given memory size alone has no rates, so no time can be predicted.
             rated = found if found.device and found.peak else None
             return cls(found.name, found.memory, found.usable, found.device or hopper, rated)
         if place != "cpu" and torch.cuda.is_available():

@@ -67,6 +67,7 @@ def divided(
         kept = in_flight if steady or moment.micro_batch == 1 else max(1, in_flight - 1)
         parts = {kind: _saved(kind, size, tp, kept) for kind, size in parts.items()}
         if fsdp > 1 and moment.phase != "step":
+            # fully_shard prefetches the next block; a pipeline stage with fsdp stays gathered.
             at_once = blocks if stages > 1 else 2 * whole.block_weights
             gathered = around - (cut - blocks) + (cut - blocks) // tp + at_once // tp
             gradients = gathered if stages > 1 else at_once // tp

@@ -59,6 +59,7 @@ def _done(work: Work, phase: str) -> Done:
     if kind not in ("products", "attention"):
         if phase == "step":
             kind = "optimizer"
+        # "backward" without a block number is the gradient of the head.
         elif kind == "elementwise" and phase in ("head", "backward"):
             kind = "loss"
     place = "forward" if phase == "head" else phase.split()[0]
@@ -89,6 +90,7 @@ def deeper(few: Tally, more: Tally, layers: int) -> Tally:
     found = {each: min(times, more[each]) for each, times in few.items() if each in more}
     for alike, before in lost.items():
         after = won.get(alike, {})
+        # Matched by size: the largest operation of the one model is the largest of the other.
         for small, large in zip(_by_size(before), _by_size(after), strict=False):
             times = min(before[small], after[large])
             grown = replace(

@@ -300,6 +300,7 @@ def recording(device: Device) -> Iterator[Recorder]:
     recorder = Recorder()
 
     def enter(module: nn.Module, arguments: Any) -> None:
+        # A module without a name, e.g. in the loss, counts as its caller.
         recorder.modules.append(recorder.names.get(module) or recorder.modules[-1])
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -311,7 +312,10 @@ def recording(device: Device) -> Iterator[Recorder]:
         # States of random generators are real tensors.
         stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))
         stack.callback(register_module_forward_pre_hook(enter).remove)
+        # always_call keeps the stack of names balanced if a forward raises.
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(_OnDevice(device))
+        # Entered after the fake mode, so it sees every operator, and the fake mode computes its
+        # results.
         stack.enter_context(_Dispatch(recorder))
         yield recorder

@@ -60,6 +60,7 @@ class Library:
     def refuse(self, device: str) -> Refusal | None:
         """Return the reason why the library is unusable on this type of device, or None."""
         if torch.compiler.is_compiling():
+            # Dynamo cannot trace ctypes calls, and Inductor fuses the definition itself.
             return Refusal("compiling", "torch.compile cannot look into it")
         if device != "cpu":
             return Refusal("device", "for the CPU alone")
@@ -76,5 +77,6 @@ class Library:
             return
         function = getattr(self.loaded, f"narrowgauge_{name}")
         values = [address(each) if each is None or isinstance(each, Tensor) else each for each in given]
+        # Equal shares of whole rows: results do not depend on the number of threads.
         count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
         in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))

@@ -120,6 +120,7 @@ def unrotate(
     """
     length = rotated_length(inner, hadamard)
     _check(y, signs, length)
+    # A block of 1 is the identity, so kernels need no second entry point for bits alone.
     block = 1 if hadamard is None else hadamard.block
     if y.shape[1] != length:
         raise ShapeError(f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.")

@@ -70,6 +70,7 @@ def _slower_in_int4(device_type: str, index: int | None) -> str | None:
 
 
 KERNELS: Registry[MmSpec] = Registry("mm")
+# Order of speed; each kernel module is imported at its first use, so importing mm stays cheap.
 KERNELS.register(
     Kernel("native", refuse("native"), imported(_CUBLAS, "run_scaled"), by_torch=True, check=check_of_products),
     Kernel("native-block", refuse("native-block"), imported(_CUBLAS, "run_block"), by_torch=True, check=check_of_products),
@@ -105,6 +106,7 @@ def plan(
     """
     facts = facts_of(device, hidden_by)
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
+    # Operands are expanded once, when they are quantized, and not again at every GEMM.
     emulates = choice.kernel.name == "reference"
     return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts) if emulates else None)
 

@@ -84,6 +84,7 @@ def refuse(spec: NormActSpec) -> Refusal | None:
     if spec.kept is not None and (refusal := _refuse_kept(spec, *spec.kept)) is not None:
         return refusal
     for cast, transposed in spec.casts:
+        # One row stands for all: no kernel refuses a cast because of the number of rows.
         plain = Spec(spec.device, spec.dtypes[0], (1, spec.columns), cast)
         refusal = _refuse_cast(cast, transposed) or quantizing.refuse(plain)
         if refusal is not None:

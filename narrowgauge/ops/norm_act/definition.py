@@ -58,6 +58,8 @@ def backward(
         gradients = _norm_gradients(kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h)
     else:
         gradients = _activation_gradients(kind, wide, h)
+    # Gradients are rounded once, before the cast, so that casts see the values that PyTorch would
+    # store.
     rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
     count = len(requests)
     return [cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
@@ -111,6 +113,7 @@ def _normal(tensors: Sequence[Tensor], found: Statistics, is_of_y: bool) -> Tens
     if not is_of_y:
         return _centered(x, mean) * rate[:, None]
     scaled = x - bias[0] if bias else x
+    # The quotient by zero in the other branch is harmless: there is no autograd here.
     return torch.where(w == 0, 0.0, scaled / w)
 
 

@@ -74,6 +74,7 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
 
     truth, rest = computed(definition.backward if of_gradients else definition.forward, "cpu", [None] * count)
     wanted = [*(each.value for each in truth), *rest]
+    # With an amax of earlier steps, and in a first step.
     for in_use in (3.0, 0.0):
         there, here = requests(in_use, device), requests(in_use, "cpu")
         made, rest = computed(run, device, there)
@@ -85,6 +86,8 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
                 yield Comparison(f"result {place}", got, x, bound)
         for result, moved, request in zip(made, there, here, strict=True):
             if request is not None:
+                # The reference casts the kernel's own values: they differ from the definition's by
+                # the order of sums.
                 cast = definition.cast(result.value.to("cpu"), request)
                 window = None if request.live is None else (moved.live, request.live)
                 mine, theirs = ((x.plain, x.transposed, x.amax) for x in (result, cast))

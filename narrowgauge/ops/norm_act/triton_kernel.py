@@ -59,6 +59,7 @@ def _piece_at(rows, columns, down, first, H: tl.constexpr):
     COLUMNS: tl.constexpr = H.columns
     row = down * ROWS + tl.arange(0, ROWS)
     column = first + tl.arange(0, COLUMNS).to(tl.int64)
+    # int64 by `row`: y may have more than 2**31 elements.
     place = row[:, None] * columns + column[None, :]
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
@@ -176,6 +177,7 @@ def _activation(x, FUNCTION: tl.constexpr):
 def _slope(x, FUNCTION: tl.constexpr):
     """Return the derivative of `_activation` at x."""
     if FUNCTION == "silu" or FUNCTION == "swiglu":
+        # p (1 + x (1 - p)) as p + x p (1 - p), with one rounding for the last two operations.
         share = _sigmoid(x)
         slope = tl.fma(x * share, 1.0 - share, share)
     elif FUNCTION == "gelu" or FUNCTION == "geglu":
@@ -333,6 +335,8 @@ def act_backward(
         x = _input(inputs[0], scales[0], at, K)
         h = tl.load(gy + at.place, mask=at.mask, other=0.0).to(tl.float32)
         if GATED:
+            # The gradient of u comes first: u is loaded only after it is stored, which keeps fewer
+            # values in registers.
             values = (h * _activation(x, FUNCTION)).to(outputs[1].y.dtype.element_ty)
             if outputs[1].maxima is not None:
                 greatest_of_up = _larger(greatest_of_up, values, SECOND)
@@ -385,6 +389,8 @@ def norm_backward(
             of_bias += gradient
             result -= tl.sum(inner, axis=0) / columns
         tl.store(dx + line, (result * rate).to(dx.dtype.element_ty), mask=inside)
+    # Partial sums are stored, not added by atomics, whose order would change the bits from run to
+    # run.
     tl.store(sums[0] + part * columns + column, of_weight, mask=inside)
     if means is not None:
         tl.store(sums[1] + part * columns + column, of_bias, mask=inside)

@@ -144,6 +144,8 @@ def quantize(
     if backend is None and torch.compiler.is_compiling():
         from narrowgauge.ops.quantize import compiled
 
+        # The operator takes one amax for the tensor, in float32; other amax arguments go to the
+        # definition.
         of_one = amax is None or (cast.is_per_tensor and amax.dtype == torch.float32)
         if of_one and compiled.takes(x, cast, noise, expand):
             return compiled.quantize(x, cast, amax)[0]

@@ -51,5 +51,7 @@ def update_amax(amax_state: Tensor, amax: Tensor, *, records: bool = True) -> Te
     if records:
         now = torch.where(finite, torch.maximum(seen, amax), seen)
         bad = torch.maximum(nonfinite, (~finite).to(nonfinite.dtype))
+        # One copy of all three, in place: the buffer keeps its address, which CUDA graphs and
+        # kernels hold.
         amax_state.copy_(torch.cat((in_use.reshape(1), now, bad)))
     return torch.where(finite & (in_use > 0), in_use, amax).reshape(1, 1)

@@ -58,6 +58,8 @@ def _is_by_triton(device: str, index: int | None, dtype: torch.dtype, is_odd: bo
     from narrowgauge.ops.quantize import KERNELS
 
     cast = of_words(*words)
+    # The choice depends on the parity of the columns only, so a constant shape avoids
+    # recompilation.
     spec = Spec(device_facts(device, index), dtype, (2, 4 - is_odd), cast, amax=cast.is_per_tensor, in_operator=True)
     return KERNELS.choose(spec).kernel.name == "triton"
 

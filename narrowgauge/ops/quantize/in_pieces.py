@@ -43,6 +43,8 @@ def work(
         given = calibrated_amax(x, cast)
     elif given is None:
         given = torch.cat([amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices])
+        # The maximum over pieces is exact, unlike a sum: `slices_of` splits such tiles only for
+        # maxima.
         given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
     scale, global_scale = scales(given, cast)
     parts = []

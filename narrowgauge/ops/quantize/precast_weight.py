@@ -96,6 +96,7 @@ class PrecastWeight:
     def commit(self, weight: Tensor) -> None:
         """End the step: tie a precast that the kernel wrote to the weight's new version."""
         self._weight = validity(weight) if self._written else None
+        # A sample reads the memory in order, so it needs a contiguous weight.
         is_compared = self._written and self.left % CHECK_EVERY == 0 and weight.is_contiguous()
         self._sample = Sampled(weight) if is_compared else None
         self.left += self._written
@@ -112,6 +113,7 @@ class PrecastWeight:
     def take(self) -> None:
         """Use the precast, once."""
         self.taken += 1
+        # is_same() launches the comparison and always returns True; its result stays on the device.
         if self._sample is not None and self._sample.is_same():
             self._changed = self._sample.changed
         self.forget()
@@ -132,6 +134,7 @@ class PrecastWeight:
         if self._weight is None or self._weight != validity(weight) or self.cast != cast:
             return False
         live = None if self.window is None else self.window.live
+        # Identity, not equality: another layer's state may hold the same numbers.
         return live is amax_state and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -185,6 +188,7 @@ def write(precast: PrecastWeight, weight: Tensor) -> None:
     if precast.window is not None:
         assert precast.expected is not None and precast.plain is not None and precast.turned is not None
         precast.expected.copy_(next_amax(precast.window))
+        # Before the first step there is no scale to predict.
         if float(precast.expected) > 0:
             for codes, x in ((precast.plain, weight), (precast.turned, weight.T)):
                 made = definition.quantize(x, precast.cast, precast.expected.reshape(1, 1), None, None)

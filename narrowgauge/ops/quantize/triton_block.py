@@ -76,6 +76,7 @@ def cast_blocks(
     shared = tl.zeros((1, 1), tl.float32)
     if C.two_level:
         shared = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
+        # All programs compute the same value; one stores it.
         if tl.program_id(0) == 0:
             tl.store(shared_out, shared * C.headroom)
     # Stochastic rounding draws other noise for x.T, so its codes differ.
@@ -101,6 +102,7 @@ def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr,
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
     store_codes(found, out.codes, down, across, rows, columns, C)
+    # cuBLAS reads scales of 1 x 128 with neighbouring rows adjacent, see ops/mm/cublas.py.
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)

@@ -106,6 +106,7 @@ def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -
     if amax_state is None or codes is None:
         return (*cast_pair(x, cast, cols=True, amax=precast.maxima.view(torch.float32)), None)
     state = state_of(amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device))
+    # Codes of both orientations may have to be written again, so pieces are squares.
     matrix, programs, sizes = _pieces(x.detach(), constants(x, cast), dense=False)
     launch(
         triton_transpose.settle_both, min(programs, SETTLING), matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
@@ -141,6 +142,7 @@ class Output:
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
         self.scale = empty_scales((shape[0], shape[1]), cast, device)
+        # Kernels write codes of every format as bytes.
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
@@ -316,6 +318,7 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
+    # Codes of less than 8 bits spill in this kernel (E2M1 on 10.0: 56 bytes).
     if amax is None and C.bits == 8 and _is_at_once(matrix, C):
         programs = _at_once(programs, sizes["warps"], x.device)[0]
         given = (matrix, *map(_orientation, wanted), None, zeros_left_zero(sum(x.shape) + 1, x.device))

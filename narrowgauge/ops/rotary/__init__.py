@@ -108,8 +108,10 @@ def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, in
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     results = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     batch, heads, tokens, head = q.shape
+    # Triton's ranges are powers of two; the kernel masks the rest of a head.
     width = max(1 << (head // 2 - 1).bit_length(), 16)
     inputs, outputs = (tuple(Strided(x, *x.stride()[:3]) for x in pair) for pair in ((q, k), results))
+    # A stride of 0 broadcasts angles that all examples share.
     angles = tuple(Strided(x, 0 if x.shape[0] == 1 else x.stride(0), 0, x.stride(1)) for x in (cos, sin))
     launch(
         triton_kernel.rotary, batch * tokens, inputs, outputs, angles, (heads, k.shape[1]), tokens, HALF=head // 2, INVERSE=inverse,

@@ -142,6 +142,7 @@ def launch(
     # No contraction of products and sums: it is on by default in Triton 3.9 and off in 3.10, and
     # would change roundings.
     options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
+    # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(tensors[0]):
         if (recording := RECORDING.get()) is not None:
             recording.launch(kernel, programs, arguments, options)
