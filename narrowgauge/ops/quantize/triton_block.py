@@ -5,10 +5,9 @@ with two-level scales (NVFP4), an earlier pass computes the tensor's largest mag
 
 A program holds ROWS x COLUMNS elements in registers, whole blocks of both orientations:
 
-    x [ROWS, COLUMNS] as [ROWS / A, A, COLUMNS / B, B]    one amax, one scale per [ROWS / A, COLUMNS
-                                                          / B]
-    x.T in blocks of A x B is x in blocks of B x A        the same with A and B exchanged, then
-                                                          transposed
+    x in blocks of A x B    viewed as [ROWS / A, A, COLUMNS / B, B]; amax and scale are
+                            [ROWS / A, COLUMNS / B]
+    x.T in blocks of A x B  x in blocks of B x A, i.e. the same with A and B exchanged, transposed
 
 A square block has the same scales in both orientations. Rounded to nearest, the codes of x.T are
 then the transposed codes of x.

@@ -187,7 +187,7 @@ def cast_both(
     ended  int32 [1], zero before and after: counts finished programs, and the last one resets the
            maxima to zero; None: the maxima stay
     """
-    if ROWS == 1:  # x is one row
+    if ROWS == 1:  # x is passed as one row
         down, across = 0, tl.program_id(0).to(tl.int64)
     else:
         down, across = place_of_program(x.columns, COLUMNS)
@@ -199,7 +199,8 @@ def cast_both(
             tl.store(plain.scales, whole)
     _cast_piece(values, row, column, whole, plain.maxima, transposed.maxima, x, plain, transposed, down, across, C)
     if ended is not None:
-        tl.debug_barrier()  # all of this program have read
+        # Every thread of this program has read the maxima before it counts as finished.
+        tl.debug_barrier()
         if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             _clear(plain.maxima, x.rows)
             _clear(transposed.maxima, x.columns)
@@ -223,7 +224,7 @@ def wait_for_all(arrived):
     visible after it to loads that bypass the L1 cache. Like Inductor's `x_grid_barrier` (torch 2.11
     to 2.13).
     """
-    tl.debug_barrier()  # all of this program have stored
+    tl.debug_barrier()  # every thread of this program has stored
     tl.atomic_add(arrived, 1, sem="acq_rel")
     while tl.atomic_add(arrived, 0, sem="acquire") < tl.num_programs(0):
         pass
@@ -232,7 +233,7 @@ def wait_for_all(arrived):
 
 @triton.jit
 def _place(piece, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    if ROWS == 1:  # x is one row
+    if ROWS == 1:  # x is passed as one row
         down, across = tl.cast(0, tl.int64), tl.cast(piece, tl.int64)
     else:
         down, across = place_of_piece(piece, columns, COLUMNS)
@@ -282,7 +283,8 @@ def amax_and_cast(
         at = _place(pieces - 1 - before, x.columns, ROWS, COLUMNS)
         values, row, column = load_piece(x, at[0], at[1], ROWS, COLUMNS)
         _cast_piece(values, row, column, scale, shared, of_columns, x, plain, transposed, at[0], at[1], C)
-    tl.debug_barrier()  # all of this program have read
+    # Every thread of this program has read the maxima before it counts as finished.
+    tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == 2 * programs - 1:
         if PARTS == 0:
             _clear(shared, x.rows + x.columns)
@@ -349,7 +351,7 @@ def both_delayed(
     largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
     tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     store_both(values, scale, x, codes, transposed, down, across, C)
-    tl.debug_barrier()  # what this program stored is seen by the last one, which may store there
+    tl.debug_barrier()  # the last program may store again to the places where this one stored
     if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         place = tl.arange(0, PARTS)
         own_bits = tl.max(tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0)
