@@ -1,6 +1,6 @@
 """Kernels around a 4-bit GEMM: Hadamard rotation and encoding with a known scale.
 
-The rotation is block-diagonal. Both kernels have inverses.
+The rotation is block-diagonal. `unrotate` and `decode` are the inverses.
 
     rotate(x)     = x diag(signs) H        H = BlockDiag(H_b, ..., H_b)
     unrotate(y)   = y H diag(signs)        H is symmetric and its own inverse;
@@ -10,8 +10,9 @@ The rotation is block-diagonal. Both kernels have inverses.
                   bits   = |r| <= max, i.e. the element was not clipped
     decode(packed) = codes
 
-H_b is Sylvester's matrix of order b = 2**k, divided by sqrt(b):  H_b[i, j] = (-1) ** popcount(i &
-                                                                  j) / sqrt(b).
+H_b is Sylvester's matrix of order b = 2**k, divided by sqrt(b):
+
+    H_b[i, j] = (-1) ** popcount(i & j) / sqrt(b)
 
 Contract
 
@@ -113,7 +114,6 @@ def unrotate(
     """Invert `rotate` for an x of `inner` columns: y [outer, n] -> [outer, inner] float32.
 
     y         n is `inner` rounded up to whole blocks
-
     hadamard  None: no rotation is undone, so only the bits apply
     bits      uint8 [outer, ceil(n / 8)]; elements of y whose bit is zero count as 0. None: all
               count

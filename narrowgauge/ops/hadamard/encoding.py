@@ -170,7 +170,7 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
         bound = torch.where(ratio.isnan(), 0.0, 0.5 + SLACK)
         yield Comparison("codes", got.codes, ratio.nan_to_num(nan=0.0).clamp(-format.max, format.max), bound)
         # Written with ~ and <= so that NaN is certain too: it counts as clipped.
-        certain = ~((ratio.abs() - format.max).abs() <= SLACK)  # of NaN too, which counts as clipped
+        certain = ~((ratio.abs() - format.max).abs() <= SLACK)
         inside = unpack_bits(got.bits.to("cpu"), whole)
         yield Comparison("bits of what was not clipped", inside & certain, (ratio.abs() <= format.max) & certain)
         yield Comparison("packed codes", got.packed, format.pack(got.codes.to("cpu")))

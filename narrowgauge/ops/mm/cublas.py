@@ -21,7 +21,7 @@ Blocks and MX have no fast accumulation. Layout of their scales (cuBLAS 12.9, "B
 layout"), for R rows and C tiles along the contracted axis:
 
     outer_major     1x128 tiles    [R, C] with strides [1, R]: neighbouring rows are adjacent
-    padded_to_four  128x128 tiles  [C4, R/128] with strides [1, C4], C4 = C rounded up to four
+    padded_to_four  128x128 tiles  [C4, R/128] with strides [1, C4], C4 = C rounded up to 4 n
     swizzled        1x32 and 1x16  one byte each, flat: blocks of 128 rows and 4 columns, 512 bytes,
                                    the blocks of a row panel consecutive; in a block, row r and
                                    column c are at (r % 32) * 16 + (r // 32) * 4 + c
