@@ -188,10 +188,10 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
     (m, k), n = lhs.shape, rhs.shape[0]
-    # oneDNN's float32 GEMM is twice as fast as MKL's (torch.mm) on such CPUs. But a call costs 12
-    # us before it multiplies, against 4 us (64 x 64 x 64). Small GEMMs, up to 2**18 multiplications
-    # along at most 128 elements, stay with torch.mm. There both gave identical bits in all of 4,800
-    # random shapes.
+    # oneDNN's float32 GEMM is twice as fast as MKL's (torch.mm) on CPUs with bfloat16 instructions.
+    # But a call costs 12 us before it multiplies, MKL's 4 us (64 x 64 x 64). Small GEMMs, with up
+    # to 2**18 multiplications along at most 128 elements, therefore stay with torch.mm. There both
+    # gave identical bits in all of 4,800 random shapes.
     #
     # Two alternatives lost. `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` keeps float32 on
     # CPUs without AMX, and is global, so GEMMs of other threads would be rounded.
@@ -206,8 +206,8 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
 def _takes_onednn(operand: Tensor) -> bool:
     """Return True if oneDNN's GEMMs apply: eager mode, on a CPU with bfloat16 instructions.
 
-    Compiled code multiplies in float32 by torch.mm. With an opaque operator in its place, Inductor
-    (2.13) gave wrong numbers for padded tiles.
+    Compiled code multiplies in float32 by torch.mm. Around an opaque operator for the GEMM,
+    Inductor (2.13) gave wrong numbers for padded tiles.
     """
     # A fake tensor has no value to read as a factor.
     is_plain = type(operand) in (Tensor, torch.nn.Parameter)

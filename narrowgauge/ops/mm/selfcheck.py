@@ -64,9 +64,8 @@ def _compare(run: Run, kind: tuple[Words | Cast, ...], device: torch.device) -> 
         if not with_nan:
             bias = truth[0].to(torch.bfloat16)
             out = run(left.to(device), right.to(device), bias.to(device), torch.bfloat16, False)
-            rounding = 2.0**-5 * (
-                truth.abs() + bias.abs()
-            )  # eight times what two roundings cost; one that is left out is off by all of it
+            # Eight times the cost of two roundings; a missing bias has an error of its own size.
+            rounding = 2.0**-5 * (truth.abs() + bias.abs())
             yield Comparison("result with a bias", out, truth + bias.to(torch.float64), bound + rounding)
 
 
