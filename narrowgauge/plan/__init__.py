@@ -2,8 +2,7 @@
 
 The step is traced under fake tensors, on any machine.
 
-    print(ng.plan(make_model, loss, optimizer, batch, card="h100"))     a training step given as
-                                                                        functions (functions.py)
+    print(ng.plan(make_model, loss, optimizer, batch, card="h100"))     # see functions.py
 
 The module itself is callable as that function, so that `import narrowgauge.ops.timing.cards` and
 `ng.plan(...)` work together. The lower level:

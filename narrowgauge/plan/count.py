@@ -3,11 +3,10 @@
 The first step has no optimizer states and no cached casts of weights yet; every later step is like
 the second. Phases of a step:
 
-    forward, forward K, forward K end, head      before the blocks; in block K; after block K; after
-                                                 the last block
-    backward, backward K                         of the head; from the gradient of block K's output
-                                                 on
-    step                                         clipping, the optimizer, `advance`
+    forward, forward K     before the blocks, in block K
+    forward K end, head    after block K, after the last block
+    backward, backward K   of the head, from the gradient of block K's output on
+    step                   clipping, the optimizer, `advance`
 
 Parts of the memory:
 
@@ -69,8 +68,8 @@ class Count:
     second        index of the second step's first event in trace.events
     head_weights  bytes of the output head's weight, if no other module shares it
     differing     clause that says why the blocks do not repeat each other, or ''
-    notes         sentences without a full stop on modules that were traced in another dtype than
-                  they run in
+    notes         sentences without a full stop on modules that the recipe does not convert, with
+                  the dtype in which they were traced
     """
 
     trace: Trace

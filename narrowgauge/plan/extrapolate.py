@@ -3,8 +3,9 @@
 Between the first two and the last two blocks, the memory of a phase grows by the same amount with
 each block:
 
-    phase(n) = phase(3) + (n - 3) (phase(4) - phase(3))        forward, head, backward, step; first
-                                                               two and last two blocks
+    phase(n) = phase(3) + (n - 3) (phase(4) - phase(3))
+
+The phases are forward, head, backward and step, the first two blocks and the last two.
 
 The peak of the deep model is the largest phase. Extrapolating the peak itself fails: it moves from
 the head to the optimizer's step as a model gets deeper (-27 % in one case). With 2 and 3 layers the
