@@ -57,8 +57,8 @@ def of_step(
     weights        bytes of all weights; their gradients have the same size
     messages       number of collectives into which they are split: blocks
     copies         ranks of DistributedDataParallel, which all-reduce gradients once per step
-    shards         ranks of fully_shard, which gather weights twice per micro-batch and
-                   reduce-scatter gradients once
+    shards         ranks of fully_shard, which gather weights twice and reduce-scatter gradients
+                   once per micro-batch
     micro_batches  micro-batches of a step
     gathered       bytes that are gathered, relative to the weights' bytes; below 1 if codes of
                    weights are gathered

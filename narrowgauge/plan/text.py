@@ -73,7 +73,7 @@ def _sizes(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _phase(name: str) -> str:
-    """ "backward 0", the block's number, in words."""
+    """Describe a phase such as "backward 0" in words."""
     phase, _, block = name.removesuffix(" end").partition(" ")
     return PHASE_WORDS.get(phase, phase) + (f" of block {block}" if block else "")
 
