@@ -204,7 +204,7 @@ def _input(x, scales, at, K: tl.constexpr):
         C: tl.constexpr = K.C
         ROWS: tl.constexpr = at.mask.shape[0]
         COLUMNS: tl.constexpr = at.mask.shape[1]
-        BLOCK: tl.constexpr = min(K.block, COLUMNS)  # a narrow piece lies within one block
+        BLOCK: tl.constexpr = min(K.block, COLUMNS)  # a piece may be narrower than a block
         block = (at.first // K.block + tl.arange(0, COLUMNS // BLOCK)).to(tl.int64)
         blocks = tl.cdiv(at.columns, K.block)
         known = (at.row < at.rows)[:, None] & (block < blocks)[None, :]

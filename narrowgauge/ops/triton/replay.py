@@ -72,7 +72,7 @@ class Form(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the tensor is contiguous, whatever the strides of its axes of length 1."""
+        """True if the tensor is contiguous; strides of axes of length 1 do not count."""
         sizes = [size for size in self.shape if size != 1]
         strides = [stride for size, stride in zip(self.shape, self.stride, strict=True) if size != 1]
         return strides == [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
