@@ -12,7 +12,7 @@ mix is the 32-bit finalizer "lowbias32" of Chris Wellons' hash-prospector. It is
 per half of the key, so that the sequences of two keys are not shifted copies of each other.
 
 Training on several ranks draws by name (`Stream`) instead of in sequence. The key is then a
-function of the micro-batch, the layer and the purpose, so each rank draws the numbers that a single
+function of the micro-batch, the layer and the purpose. Each rank draws the numbers that a single
 process would draw.
 
 Keys exist in eager mode, on the CPU and on GPUs with Triton. On a GPU the key stays in device

@@ -96,6 +96,7 @@ class CachingAllocator:
         """
         keys, end = self._free[small], self._ends[small]
         found = None
+        # Sorted by size and position, like the C++ allocator's set of free blocks.
         for key in keys[bisect_left(keys, (size, -(2**62), 0)) :]:
             found = self._places[key[1], key[2]]
             if found is not end:

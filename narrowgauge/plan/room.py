@@ -63,6 +63,7 @@ class Room:
 
     def _spare(self, found: Forecast) -> int:
         """Return the bytes that remain after the step and the reserve."""
+        # The larger of the known error and the reserve: they are not added.
         return self.usable - int(found.allocated * (1 + max(found.allocated_error, KEPT_FREE)))
 
     def verdict(self, found: Forecast) -> str:

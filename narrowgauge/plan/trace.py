@@ -253,6 +253,7 @@ def _on_gpu(
             attn_mask = attn_mask.to(query.dtype)
     if enable_gqa and key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
+        # This kernel has no grouped queries, so keys and values are repeated, as torch does.
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     found = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
@@ -270,6 +271,7 @@ def _on_cpu(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # The CPU kernel takes additive masks only.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale

@@ -60,8 +60,11 @@ def encode(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Encode y [rows, n] with one scale.
 
-    Returns codes int8 [rows, n], packed codes uint8 [rows, ceil(n / 2)] or None, and uint8 [rows,
-    ceil(n / 8)] or None, whose bits are set where y / scale was not clipped.
+    The results are
+
+        codes   int8 [rows, n]
+        packed  uint8 [rows, ceil(n / 2)], two codes per byte, or None
+        bits    uint8 [rows, ceil(n / 8)], set where y / scale was not clipped, or None
     """
     y = y.to(torch.float32).contiguous()
     rows, columns = y.shape
@@ -136,5 +139,6 @@ def _panels(x: Tensor, width: int, offset: int) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """Return x in a dtype that the kernels read, with contiguous rows."""
+    # Rows may have any distance, so a slice of columns needs no copy.
     x = x if x.dtype in DTYPES else x.to(torch.float32)
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()

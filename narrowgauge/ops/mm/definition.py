@@ -31,9 +31,9 @@ for normal numbers rounded to bfloat16:
     (a) rounding of the result    (b) its order of summation
 
 Integers are summed exactly, as integer units do. Partial sums of integers are exact in float32 in
-any order while the sum of magnitudes, at most max_lhs * max_rhs * K, stays below 2**24. K may be up
-to 24,455 for a bit-split gradient times INT4, and 1,040 for INT8 times INT8. A longer axis is
-split, and the exact parts are added in float64.
+any order while the sum of magnitudes stays below 2**24. That sum is at most max_lhs * max_rhs * K,
+so K may be up to 24,455 for a bit-split gradient times INT4, and 1,040 for INT8 times INT8. A
+longer axis is split, and the exact parts are added in float64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Self-check of the kernels of `ops.norm_act` (see `ops.selfcheck`) on a 36 x 1072 sample.
 
-The error of values, statistics and gradients may be two units of the coarsest dtype, plus 72 units
-of float32 relative to the largest in a row. Sums have another order. Casts must be bit-identical to
-`quantize` of the values that the kernel wrote. So must amax states, with an amax of earlier steps
-and without one.
+Values, statistics and gradients may be off by two units of the coarsest dtype. Sums have another
+order, which may add 72 units of float32 relative to the largest element in a row. Casts must be
+bit-identical to `quantize` of the values that the kernel wrote. So must amax states, with an amax
+of earlier steps and without one.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def plan(
 ) -> Callable[..., QTensor]:
     """Choose the kernel of `quantize` for such arguments: run(x, cast, amax, noise, expand).
 
-    run checks no arguments. It is valid for tensors with the device, dtype and emptiness of x, with
-    the same number of columns modulo 2, and with the same kind of noise.
+    run checks no arguments. It is valid for tensors that agree with x in device, dtype, emptiness
+    and the number of columns modulo 2, and for noise of the same kind.
     """
     kernel = KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel
     if noise is not None or not kernel.replays:

@@ -9,7 +9,7 @@
 
 Each sample is cast in its memory order and as a transposed view, without and with a NaN and an
 infinity. The kernel is called as its operator calls it; so is the definition, on the CPU. Codes and
-scales must be bit-identical. Wrong ties, a quotient that is off by a bit, the noise of another
+scales must be bit-identical. Wrong ties, an inexact quotient, the noise of another
 element, or the scale of another tile show in a single code.
 
 Under delayed scaling the amax state is compared as well. Codes under a NaN scale are not (see

@@ -398,8 +398,8 @@ def settle_both(
     """Entry point: update the amax state after a kernel that left state.maxima [PARTS].
 
     It sets state.scale, state.amax and state.live as `update_amax` does. It casts only if no
-    earlier step gave a scale, or if the codes were written by expected[0] and the amax in use is
-    another one. A non-finite amax makes the scale NaN. The codes then stay as they are, because
+    earlier step gave a scale, or if the amax in use is not expected[0], by which the codes were
+    written. A non-finite amax makes the scale NaN. The codes then stay as they are, because
     that scale makes every value NaN. Few programs share the pieces, since most steps have nothing
     to cast.
     """
