@@ -1,4 +1,4 @@
-"""`narrowgauge.plan(...)`: what a training step of any model needs, given as functions."""
+"""`narrowgauge.plan(...)`: predict the memory of a training step given as functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from narrowgauge.plan.text import rendered
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer; `print` it."""
+    """Result of `narrowgauge.plan`; `print` it."""
 
     name: str
     forecast: Forecast
@@ -31,16 +31,16 @@ class Plan:
 
     @property
     def allocated(self) -> int:
-        """Bytes, the peak of two steps."""
+        """Peak of two steps in bytes."""
         return self.forecast.allocated
 
     @property
     def fits(self) -> bool | None:
-        """None where no card is named and none is here."""
+        """True if the step fits; None if no card is named and none is present."""
         return self.room.fits(self.forecast) if self.room.usable else None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON's types, as `narrowgauge plan --json` prints them."""
+        """Return the plan in JSON types, as `narrowgauge plan --json` prints it."""
         return {"run": self.name, **self.room.answer(self.forecast)}
 
     def __str__(self) -> str:
@@ -60,18 +60,26 @@ def plan(
     micro_batches: int = 1,
     full: bool = False,
 ) -> Plan:
-    """Two optimizer steps, counted under fake tensors: no GPU is needed, nothing is computed, and `model` stays as it is.
+    """Predict the memory of a training step by tracing two steps under fake tensors.
 
-    model          a module, or better a function that makes one, converted and in its dtype: no weight then takes any memory
-    loss           loss(model, batch), a tensor
-    optimizer      optimizer(model)
-    batch          tensors of a micro-batch's shapes, in any nesting; their values are not read
+    No GPU is needed, nothing is computed, and `model` stays unchanged.
+
+    model          a module, or better a function that makes one, converted and in its dtype: its
+                   weights then take no memory
+    loss           loss(model, batch) returns a tensor with one element
+    optimizer      optimizer(model) returns an optimizer
+    batch          tensors with a micro-batch's shapes, in any nesting; their values are not read
     update         update(model, optimizer); None: step, zero_grad and `narrowgauge.advance`
-    card, memory   a card of narrowgauge.ops.timing.cards ("h100"), and another size of its memory ("24GiB"); neither: the GPU that is here
-    layers         blocks of the model, if they are alike: `model` is then called with 3 and with 4 of them, in seconds for any depth
-    full           with layers: called with all of them instead
+    card           a card of narrowgauge.ops.timing.cards ("h100"); without card and memory, the GPU
+                   of this machine
+    memory         another memory size of the card ("24GiB")
+    layers         number of the model's blocks, if all are alike: `model` is then called with 3 and
+                   with 4. This takes seconds for any depth
+    micro_batches  micro-batches of a step
+    full           with layers: True calls `model` with the full number instead
 
-    Raises ConfigError for an unknown card, and for a model that looks at values (which module, and by what). Errors: docs/planner.md.
+    Raises ConfigError for an unknown card, and for a model whose control flow depends on values;
+    the message names the module and the operation. Errors of the prediction: docs/planner.md.
     """
     for argument, number, least in (("layers", layers, 0), ("micro_batches", micro_batches, 1)):
         if type(number) is not int or number < least:
@@ -86,6 +94,7 @@ def plan(
         def step() -> Step:
             built = made(depth or layers)
             own = optimizer(built)
+            # Created under the fake mode, so that the batch counts as allocated on the device.
             given = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, batch)
 
             def stepped() -> None:
@@ -108,7 +117,7 @@ def plan(
 
 
 def _one_number(loss: Any) -> Tensor:
-    """What the loss function returned; ConfigError for what backward() refuses."""
+    """Return the loss. Raises ConfigError for a loss that backward() would refuse."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise ConfigError(
@@ -139,9 +148,10 @@ def _maker(model: nn.Module | Callable[..., nn.Module], layers: int) -> Callable
 
 
 def _without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors are made anew under the modes that are active."""
+    """Copy a model with tensors that are created under the active modes."""
     memo: dict[int, Any] = {}
     for each in model.parameters():
+        # deepcopy finds the new tensors in its memo, so it never reads the real ones.
         memo[id(each)] = nn.Parameter(torch.zeros_like(each), each.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros_like(buffer)
