@@ -112,7 +112,7 @@ class CausalBatches:
     def evaluation(self, max_tokens: int | None = None) -> Iterator[Batch]:
         """Yields the stream in order, each label once.
 
-            max_tokens  stop after this many labels; None: all len(stream) - 1
+        max_tokens  stop after this many labels; None: all len(stream) - 1
 
         The last window is padded with label -100 and input 0. The last batch may have fewer rows.
         """

@@ -42,22 +42,22 @@ class Collator:
 
     Examples are dicts of input_ids, labels and optionally token_type_ids.
 
-        pad_id           any id of the vocabulary; attention ignores these positions (see
-                         `pad_id_of`)
-        widths           widths to pad to, from the sampler; None rounds the longest example up to
-                         `multiple`
-        multiple         see `widths`
-        tokens_multiple  rows x width is a multiple of this
-        position_ids     True adds position_ids to padded batches
-        attention        how attention separates packed documents:
-                         "mask": block-diagonal attention_mask [rows, 1, width, width], bool, for
-                         sdpa attention;
-                         "positions": position_ids and use_cache=False, from which transformers
-                         derives the mask for models that support it;
-                         "varlen": all rows as one, with cu_seq_lens, for variable-length kernels
-        causal           True if the block-diagonal mask is causal; False for encoders
-        shifted          True if the loss compares labels with the previous position's logits; the
-                         first token of a packed document is then no target
+    pad_id           any id of the vocabulary; attention ignores these positions (see
+                     `pad_id_of`)
+    widths           widths to pad to, from the sampler; None rounds the longest example up to
+                     `multiple`
+    multiple         see `widths`
+    tokens_multiple  rows x width is a multiple of this
+    position_ids     True adds position_ids to padded batches
+    attention        how attention separates packed documents:
+                     "mask": block-diagonal attention_mask [rows, 1, width, width], bool, for
+                     sdpa attention;
+                     "positions": position_ids and use_cache=False, from which transformers
+                     derives the mask for models that support it;
+                     "varlen": all rows as one, with cu_seq_lens, for variable-length kernels
+    causal           True if the block-diagonal mask is causal; False for encoders
+    shifted          True if the loss compares labels with the previous position's logits; the
+                     first token of a packed document is then no target
     """
 
     pad_id: int

@@ -1,23 +1,20 @@
 """Turns a source and a tokenizer into two cached streams of token ids, for training and validation.
 
-    read the source once: content hash, number of documents, split       (errors in the data
-                                                                          appear here)
-    open the cache entry of (content, tokenizer, split); done if it is complete
-    read the source again: split, tokenize in batches, append an end-of-text id to each document,
-    write
+    1. read the source: content hash, number of documents, split; errors in the data appear here
+    2. open the cache entry of (content, tokenizer, split); done if it is complete
+    3. read the source again: split, tokenize in batches, append an end-of-text id to each
+       document, write
 
 Every call reads the source once even if the tokens are cached, because only the content shows if it
 has changed. Memory holds one batch of BATCH_CHARS and a few copies of one document.
 
-The split is a pure function of the seed and the text:
+The split is a pure function of the seed and the text. There are two ways:
 
-By document, normally. A document validates if  hash(seed, text) / 2**64 < fraction. Adding,
-                                                removing or reordering documents moves no other
-                                                document, and copies of a document are on the same
-                                                side.
+    by document    a document validates if hash(seed, text) / 2**64 < fraction, so adding, removing
+                   or reordering documents moves no other, and copies are on the same side
+    by tail        the last `fraction` of each document validates, cut at a line end if one is near
 
-By tail, if there are fewer than FEW_DOCUMENTS or one side would be empty. The last `fraction` of
-each document validates, cut at a line end if one is near.
+The second way is used if there are fewer than FEW_DOCUMENTS, or if a side would be empty.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ class Encoder:
 
     The truncation and padding settings in the tokenizer's files are ignored.
 
-        tokenizer   the transformers tokenizer
-        name        its name, for error messages
-        vocabulary  largest token id + 1
+    tokenizer   the transformers tokenizer
+    name        its name, for error messages
+    vocabulary  largest token id + 1
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_slow: bool = False):
@@ -155,7 +155,7 @@ class Encoder:
     def words(self, rows: Sequence[Sequence[str]], *, max_length: int | None = None) -> list[dict[str, Values]]:
         """Encodes rows that are split into words.
 
-            ->  input_ids, token_type_ids, and `words`: each token's word number, or -1
+        ->  input_ids, token_type_ids, and `words`: each token's word number, or -1
 
         Every word is encoded as if it followed a space, also by byte-level tokenizers that would
         otherwise join it to the previous word.
@@ -180,13 +180,12 @@ class Encoder:
     ) -> list[list[dict[str, Values]]]:
         """Encodes windows over the second text of each pair, each with the whole first text.
 
-            stride  tokens of the second text that neighbouring windows share
-            ->      per pair, a list of windows: input_ids, token_type_ids, and `offsets` [tokens,
-                    2], start
-                    and end character in the second text, -1 for all other tokens
+        stride  tokens of the second text that neighbouring windows share
+        ->      for each pair a list of windows, with input_ids, token_type_ids and `offsets`
 
-        If the first text leaves no more room than `stride`, the pair gets one window, longer than
-        max_length.
+        `offsets` [tokens, 2] are start and end character in the second text, -1 for all other
+        tokens. If the first text leaves no more room than `stride`, the pair gets one window,
+        longer than max_length.
         """
         if self._backend is None:
             raise self._no_spans("answers")

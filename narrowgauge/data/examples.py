@@ -45,14 +45,14 @@ NO_CUT = "'skip' (windows cut no context; too long is what leaves no room for it
 class Examples(Stored):
     """Encoded examples as a memory-mapped dataset, for DataLoader or transformers' Trainer.
 
-    examples[i]             causal-lm: input_ids, labels (same length, unshifted, -100 without
-                            loss)
-                            classification: input_ids, labels (one int), token_type_ids if the
-                            tokenizer has them
-                            seq2seq: input_ids, labels (with a length of their own)
-                            regression: as classification, with labels [columns] float64
+    examples[i]             a dict, see below
     examples[3, 1, 4]       list of the three examples, for a packed row
     examples.select(rows)   a subset, with the summary of the whole
+
+    causal-lm       input_ids, labels (same length, unshifted, -100 without loss)
+    classification  input_ids, labels (one int), token_type_ids if the tokenizer has them
+    seq2seq         input_ids, labels (with a length of their own)
+    regression      as classification, with labels [columns] float64
     """
 
     def __init__(self, task: type[Task], entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
@@ -104,10 +104,10 @@ def _wide(values: Values) -> Values:
 class Limits:
     """Policy for rows that are too long or have no target.
 
-        max_length  most tokens of an example; None: unlimited
-        too_long    "error", "skip", or "truncate", which cuts the end (of a pair, the longer
-                    text's)
-        no_target   "error" or "skip"
+    max_length  most tokens of an example; None: unlimited
+    too_long    "error", "skip", or "truncate", which cuts the end (of a pair, the longer
+                text's)
+    no_target   "error" or "skip"
 
     "error" raises with the number of such rows; the others report it in a note.
     """
@@ -137,10 +137,10 @@ def prepare_examples(
 ) -> Examples:
     """Encodes the rows of `source` (a file or glob of tables) as examples of `task`, with a cache.
 
-        cache       folder of the cache
-        limits      policy for long rows and rows without a target
-        header      column names of CSV and TSV files without a header row
-        allow_slow  allows a slow tokenizer for more than SLOW_ROWS texts
+    cache       folder of the cache
+    limits      policy for long rows and rows without a target
+    header      column names of CSV and TSV files without a header row
+    allow_slow  allows a slow tokenizer for more than SLOW_ROWS texts
 
     Reads the files once for the key, and again if they are not cached. Memory: one batch of rows
     and the lengths. A damaged entry is rebuilt, and a note says so. Raises DataError for faulty

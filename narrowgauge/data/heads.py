@@ -36,8 +36,8 @@ def span_scores(output: Any, mask: Tensor | None = None) -> Tensor:
 def choice_scores(logits: Tensor, labels: Tensor) -> Tensor:
     """Scores [total, total]: row i holds the logits of the choices of row i's question.
 
-        logits  [total, 1], one for each choice
-        labels  [total], not IGNORED at the first choice of each question
+    logits  [total, 1], one for each choice
+    labels  [total], not IGNORED at the first choice of each question
 
     Questions may have different numbers of choices. No shape depends on a value, so a GPU is not
     synchronized. Memory: total^2 elements.

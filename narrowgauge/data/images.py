@@ -94,11 +94,11 @@ def prepare_images(
 ) -> Images:
     """Decodes the images of a folder or table (`image_files`) once and caches them.
 
-        columns        the classes, and the table's label column
-        image          column with images
-        preprocessing  size of the decoded images
-        cache          folder of the cache
-        say            called with the progress every 20 seconds
+    columns        the classes, and the table's label column
+    image          column with images
+    preprocessing  size of the decoded images
+    cache          folder of the cache
+    say            called with the progress every 20 seconds
 
     Reads all files once for the key, and again if they are not cached. Memory: one image. Raises
     DataError for faulty data (with path or row), and StorageError if the cache cannot be written or
@@ -177,12 +177,12 @@ def _told(found: Iterator[Picture], count: int, name: str, say: Say) -> Iterator
 class ImageBatches:
     """Batches of images: pixel_values [rows, channels, height, width] float32, labels [rows] int64.
 
-        images   the images
-        padding  black pixels added on each side before a random crop to the original size; 0: no
-                 crop.
-                 CIFAR's usual random crop has 4
-        flip     flip left to right with probability 1/2
-        seed     seed of crops and flips
+    images   the images
+    padding  black pixels added on each side before a random crop to the original size; 0: no
+             crop.
+             CIFAR's usual random crop has 4
+    flip     flip left to right with probability 1/2
+    seed     seed of crops and flips
 
     Random numbers are a pure function of (seed, epoch, row of the data). Neither the order of
     batches nor a resumption changes them.

@@ -56,8 +56,7 @@ class Batching:
     multiple         widths are multiples of this power of two
     tokens_multiple  rows x width is a multiple of this power of two; 16 for 8-bit matmuls
     classes          most widths
-    ragged           examples of an incomplete step. "smaller" makes a step with fewer rows;
-                     "drop"
+    ragged           examples of an incomplete step. "smaller" makes a step with fewer rows; "drop"
                      skips them (others in each epoch); "repeat" fills the step with earlier
                      examples of the epoch, under a budget with none that is longer
     too_long         examples above the budget: "error", or "skip", which the plan counts
@@ -167,11 +166,11 @@ def plan(
 ) -> Plan:
     """Plans the batches of one epoch; see the module docstring.
 
-        lengths        tokens of each example
-        among          examples to plan; None means all. Widths always come from all lengths
-        strata         [N] label group of each example; None: no groups
-        micro_batches  runs of nearly equal size into which a rank's batch is cut; affects only
-                       `padding`
+    lengths        tokens of each example
+    among          examples to plan; None means all. Widths always come from all lengths
+    strata         [N] label group of each example; None: no groups
+    micro_batches  runs of nearly equal size into which a rank's batch is cut; affects only
+                   `padding`
 
     O(N log N); on one core 1.5 s per million examples padded, 5 s packed. Raises DataError for an
     example without tokens, or longer than the budget (unless too_long is "skip"). Raises
@@ -325,8 +324,7 @@ def _ordered(
 
 def _cut(width: list[int], batching: Batching) -> tuple[list[Sequence[int]], Sequence[int]]:
     """(positions of each step, positions dropped) for rows with the given widths."""
-    # Rows come sorted by width, so `width[start]` bounds a step from above, except in shuffled
-    # order.
+    # Without strata or shuffling, rows are sorted by width and `width[start]` is a step's widest.
     world, start = batching.world, 0
     parts: list[Sequence[int]] = []
     while start < len(width) and (take := _rows_of_step(width, start, batching) * world) <= len(width) - start:

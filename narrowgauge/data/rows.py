@@ -137,8 +137,8 @@ def positions(document_lengths: Sequence[int], row_length: int) -> tuple[Tensor,
 def block_mask(document_ids: Tensor, *, causal: bool = True) -> Tensor:
     """Block-diagonal attention mask from document ids [rows, row_length].
 
-        ->  [rows, 1, queries, keys] bool, True if a query attends to a key; row_length^2 bytes per
-            row
+    ->  [rows, 1, queries, keys] bool, True if a query attends to a key; row_length^2 bytes per
+        row
 
     This is the four-dimensional `attention_mask` of transformers with sdpa attention.
     """

@@ -25,12 +25,12 @@ Segment = tuple[Batching, int]  # (settings, steps of this epoch done with them)
 class LengthBatchSampler(Sampler[list[Any]]):
     """Yields the batches of one rank: lists of indices, or of tuples of indices if the plan packs.
 
-        lengths   tokens of each example
-        batching  settings
-        strata    label group of each example, whose share every batch keeps (`Examples.strata`), or
-                  None
-        rank      number of this rank
-        plan      plan of the rest of the current epoch
+    lengths   tokens of each example
+    batching  settings
+    strata    label group of each example, whose share every batch keeps (`Examples.strata`), or
+              None
+    rank      number of this rank
+    plan      plan of the rest of the current epoch
 
     Each pass is the next epoch. The state is (epoch, step). If the settings have changed since the
     state was saved (such as the number of ranks), the remaining examples of the epoch are planned

@@ -60,11 +60,11 @@ def documents(
 ) -> Iterator[Document]:
     """Yields the documents of `source`, one at a time.
 
-        column       text column of a table; required unless one is called 'text' or only one has
-                     strings
-        separator    text between documents of a plain file, such as '<|endoftext|>'; None: form
-                     feed
-        limit_bytes  largest document; a longer one raises before it is read completely
+    column       text column of a table; required unless one is called 'text' or only one has
+                 strings
+    separator    text between documents of a plain file, such as '<|endoftext|>'; None: form
+                 feed
+    limit_bytes  largest document; a longer one raises before it is read completely
 
     Raises DataError for missing, empty or malformed data, ConfigError for an option that does not
     fit the source, and StorageError for an unreadable file. A missing source raises at the call,

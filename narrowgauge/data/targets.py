@@ -138,7 +138,7 @@ def coloured_sample(
 ) -> Text:
     """The first `tokens` tokens as rich Text: green with a loss, dim without, reversed if special.
 
-        labels  as in an `Examples` item; None: no token has a loss
+    labels  as in an `Examples` item; None: no token has a loss
 
     Bars separate tokens. Double brackets mark tokens with a loss in logs without colours. A
     byte-level token that is part of a character shows as U+FFFD. rich comes with

@@ -89,8 +89,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
     """Decodes `raw` as UTF-8.
 
-        line    line of the file where `raw` starts, from 1
-        offset  byte of the file where `raw` starts, from 0
+    line    line of the file where `raw` starts, from 1
+    offset  byte of the file where `raw` starts, from 0
 
     Raises DataError with line, column (from 1, in bytes) and byte offset of the first invalid byte.
     Zero bytes are rejected as well: they mean UTF-16, UTF-32 or binary data.

@@ -162,6 +162,7 @@ class InvalidSettings(ConfigError):
 
     def __init__(self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None) -> None:
         self.problems = tuple(problems)
+        # One line per problem, each with the file line or flag of the first key that has one.
         lines = []
         for keys, message in self.problems:
             place = next(filter(None, map((origins or {}).get, keys)), "")
@@ -185,7 +186,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
     return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
 
 
-# Rules between settings, once each value is right by itself
+# Rules between settings, checked after each value on its own
 
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size")
 
@@ -229,6 +230,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
     """Combinations that step_in_backward, or held gradients in FP8, do not support."""
+    # GradScaler must see every gradient to decide if a step overflowed.
     scaling = ("precision", c.precision == "amp-fp16", "whose loss scaling looks at all gradients before the step")
     excluded = {
         ("step_in_backward", c.step_in_backward): (

@@ -154,6 +154,7 @@ def dump(config: TrainConfig) -> str:
     groups: dict[str, list[str]] = {}
     for each in fields(TrainConfig):
         if each.type is not TABLE:
+            # TOML requires top-level keys before the first table, so [recipes] is written last.
             value = getattr(config, each.name)
             # The field's own type converts an int given for a float, so that 1 is written as 1.0.
             literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]

@@ -48,12 +48,12 @@ def newest_valid(
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """Loads the intact checkpoint with the largest step, and lists newer ones that were skipped.
 
-        folder   folder of checkpoints
-        prepare  gives the model the layout in the checkpoint's facts, before weights are read,
-                 or raises because the checkpoint belongs to another run
-        numbers  parameter numbers of the whole model, for pipeline stages
-        at       one process only: the single step to load; 0 loads none
-        ->       (checkpoint for `state.restore` or None, [(skipped path, reason)])
+    folder   folder of checkpoints
+    prepare  gives the model the layout in the checkpoint's facts, before weights are read,
+             or raises because the checkpoint belongs to another run
+    numbers  parameter numbers of the whole model, for pipeline stages
+    at       one process only: the single step to load; 0 loads none
+    ->       (checkpoint for `state.restore` or None, [(skipped path, reason)])
 
     Several ranks read weights directly into the model, and only their own shards of the optimizer
     state.

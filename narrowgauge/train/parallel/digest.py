@@ -56,9 +56,9 @@ def digest(x: Tensor) -> Tensor:
 def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, mesh: DeviceMesh | None = None) -> None:
     """Raises DriftError on all ranks if a replicated tensor differs between ranks.
 
-        tensors  {name: tensor}; plain ones must be equal on all ranks, DTensors where not sharded
-        place    position in the run for the message, such as 'step 100'
-        mesh     ranks that share a model or the same stages; None: all ranks, no sharding
+    tensors  {name: tensor}; plain ones must be equal on all ranks, DTensors where not sharded
+    place    position in the run for the message, such as 'step 100'
+    mesh     ranks that share a model or the same stages; None: all ranks, no sharding
 
     The message names the first differing tensor and two ranks.
     """

@@ -29,13 +29,13 @@ def readings(
 ) -> list[tuple[float, Any]]:
     """Returns (loss, result of `read`) for every batch, in order, on every rank.
 
-        batches  evaluation batches
-        read     extracts the values that a metric needs from a batch and its logits
-        compute  replaces the forward pass and loss
-        score    computes loss and logits of a batch
-        share    (index, count) of this rank's group among the groups that read different data
-        ranks    the ranks of the run
-        knows    True if `score` returns the loss on this rank; under pp, only on the last stage
+    batches  evaluation batches
+    read     extracts the values that a metric needs from a batch and its logits
+    compute  replaces the forward pass and loss
+    score    computes loss and logits of a batch
+    share    (index, count) of this rank's group among the groups that read different data
+    ranks    the ranks of the run
+    knows    True if `score` returns the loss on this rank; under pp, only on the last stage
 
     Waits for a GPU once, unless `read` does.
     """

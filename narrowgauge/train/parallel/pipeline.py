@@ -320,7 +320,7 @@ class Pipeline:
     def _message(self, number: int, positions: int) -> Tensor:
         """Meta tensor with shape and dtype of the input of stage `number`."""
         x = torch.empty(positions, self.width, dtype=self.dtype, device="meta")
-        # FP8 messages are byte tensors that carry codes and scales.
+        # An FP8 message packs codes and scales, so its shape differs from the activations'.
         return message_like(x) if self.config.activations == "fp8" and self._hops(number) else x
 
     def _refuse_without_parameters(self) -> None:

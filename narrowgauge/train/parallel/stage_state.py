@@ -24,9 +24,9 @@ class WholeNumbers:
 
     Create it before the model is cut into stages.
 
-        numbers  {parameter name: number}
-        groups   parameter groups of the whole model's optimizer
-        weights  names of all weights of the whole model
+    numbers  {parameter name: number}
+    groups   parameter groups of the whole model's optimizer
+    weights  names of all weights of the whole model
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -97,9 +97,9 @@ def where_nonfinite(
 ) -> str:
     """As `first_nonfinite`, with the rank that found the value.
 
-        repeat   recomputes the step, forward and backward
-        forward  recomputes the forward pass alone; pipeline stages only
-        order    {module name: position in the model}; pipeline stages only
+    repeat   recomputes the step, forward and backward
+    forward  recomputes the forward pass alone; pipeline stages only
+    order    {module name: position in the model}; pipeline stages only
 
     Parameters are checked first, on all ranks together: a rank that returned early would leave the
     others in a forward pass that gathers parameters. Then the rank that had checked the fewest

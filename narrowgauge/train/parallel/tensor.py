@@ -60,9 +60,9 @@ class Shared:
 def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bool) -> Shared:
     """Shards a model in place. Weights must be equal on all ranks before.
 
-        mesh         one-dimensional tp mesh
-        inputs       a batch, equal on all ranks of the mesh
-        cuts_tokens  use sequence parallelism between matmuls
+    mesh         one-dimensional tp mesh
+    inputs       a batch, equal on all ranks of the mesh
+    cuts_tokens  use sequence parallelism between matmuls
 
     Raises ConfigError on all ranks if model or recipe cannot be sharded so; the model is then
     unusable.

@@ -89,7 +89,7 @@ class Counts:
             )
         else:
             found = self._of_one(source, layers, differing)
-        # 1F1B keeps at most one micro-batch in flight for each stage.
+        # Under 1F1B the first stage, the worst case, holds activations of at most pp micro-batches.
         in_flight = min(sizes.pp, source.config.micro_batches)
         found = divided(
             found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight,

@@ -2,11 +2,11 @@
 
     STUDY/
       config.toml          settings that all runs share
-      study.json           recipes (the first is the reference), seeds, metric, margin, threads of a
-                           run, fingerprints of the data
+      study.json           recipes (the first is the reference), seeds, metric, margin, threads of
+                           a run, fingerprints of the data
       cache/               tokenized data of all runs
-      positive-control-seedN/   runs with a planted fault (`diagnose.sensitivity`), which the
-                                verdicts
+      positive-control-seedN/
+                           runs with a planted fault (`diagnose.sensitivity`), which the verdicts
                            must detect
       RECIPE-seedN/        run folder (docs/architecture.md), with its settings (asked.toml) and its
                            console output (console.txt)

@@ -35,9 +35,9 @@ class Span(NamedTuple):
 def best_span(scores: Scores, inside: Any, longest: int) -> Span | None:
     """Returns the highest-scoring span of at most `longest` tokens, or None.
 
-        scores   [2, tokens] float32, start and end scores
-        inside   [tokens] bool, True for tokens of the context, which form one contiguous run
-        longest  most tokens of a span
+    scores   [2, tokens] float32, start and end scores
+    inside   [tokens] bool, True for tokens of the context, which form one contiguous run
+    longest  most tokens of a span
 
     Ties go to the shorter span, then to the earlier one. The result is None if no token is inside
     or a score is NaN.

@@ -250,8 +250,8 @@ class TableTask(TrainTask):
 def hashed_share(tokens: Indices, together: Indices, most_tokens: int) -> Indices:
     """Ascending indices of examples with `most_tokens` tokens at most, in hash order of groups.
 
-        tokens    [examples] tokens of each example
-        together  [examples] group of each example
+    tokens    [examples] tokens of each example
+    together  [examples] group of each example
 
     Groups are taken whole. At least one group is returned, even if it exceeds the limit.
     """

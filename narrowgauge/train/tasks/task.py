@@ -72,8 +72,8 @@ class Feed(ABC):
     Batches are a pure function of data, configuration and position, so a restored feed continues as
     if it had never stopped.
 
-        share  (rank, ranks): the feed yields micro-batches rank, rank + ranks, ... of each step;
-               (0, 1) yields all
+    share  (rank, ranks): the feed yields micro-batches rank, rank + ranks, ... of each step;
+           (0, 1) yields all
     """
 
     share: tuple[int, int] = (0, 1)

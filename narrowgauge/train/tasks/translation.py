@@ -58,8 +58,8 @@ class Translation:
 
         A text may have 1.5 times the tokens of the longest target among these rows.
 
-            rows     rows of a training micro-batch
-            longest  most tokens that the model has positions for; None: unlimited
+        rows     rows of a training micro-batch
+        longest  most tokens that the model has positions for; None: unlimited
         """
         examples = validation.select(np.arange(min(config.translate, len(validation))))
         most = math.ceil(LONGER * int(examples.sizes("labels").max()))

@@ -246,9 +246,9 @@ class Seq2SeqTask(TableTask):
 def sample(model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, longest: int, seed: int) -> str:
     """Samples up to `tokens` tokens after `start`, and returns their text without `start`.
 
-        start    a text, or token ids
-        longest  most tokens of the context; older tokens are dropped
-        seed     seed of a private generator
+    start    a text, or token ids
+    longest  most tokens of the context; older tokens are dropped
+    seed     seed of a private generator
 
     Temperature 0.8, top-k 40. Generation ends at the end-of-text token or at non-finite logits.
     """
