@@ -1,9 +1,8 @@
 """Reads images with class labels, strictly and in order, from a folder or a table.
 
-    photos/tabby/1.jpg, photos/tiger/7.png      the folder's name is the class; subfolders belong to
-                                                it
-    train.parquet, train.jsonl, train.csv       a column with bytes or with paths relative to the
-                                                table's folder, and a column with the class
+    photos/tabby/1.jpg, photos/tiger/7.png    the folder's name is the class; subfolders included
+    train.parquet, train.jsonl, train.csv     a column with bytes or with paths relative to the
+                                              table's folder, and a column with the class
 
 An image that cannot be decoded raises an error with its path or row. Formats that need another
 program (EPS) are not read. Of animated images the first frame counts. Images are rotated by their

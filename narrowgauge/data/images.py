@@ -178,8 +178,7 @@ class ImageBatches:
     """Batches of images: pixel_values [rows, channels, height, width] float32, labels [rows] int64.
 
     images   the images
-    padding  black pixels added on each side before a random crop to the original size; 0: no
-             crop.
+    padding  black pixels added on each side before a random crop to the original size; 0: no crop.
              CIFAR's usual random crop has 4
     flip     flip left to right with probability 1/2
     seed     seed of crops and flips

@@ -55,7 +55,7 @@ class Batching:
     seed             seed of all shuffles
     multiple         widths are multiples of this power of two
     tokens_multiple  rows x width is a multiple of this power of two; 16 for 8-bit matmuls
-    classes          most widths
+    classes          largest number of widths
     ragged           examples of an incomplete step. "smaller" makes a step with fewer rows; "drop"
                      skips them (others in each epoch); "repeat" fills the step with earlier
                      examples of the epoch, under a budget with none that is longer
@@ -323,7 +323,7 @@ def _ordered(
 
 
 def _cut(width: list[int], batching: Batching) -> tuple[list[Sequence[int]], Sequence[int]]:
-    """(positions of each step, positions dropped) for rows with the given widths."""
+    """(row indices of each step, row indices dropped) for rows with the given widths."""
     # Without strata or shuffling, rows are sorted by width and `width[start]` is a step's widest.
     world, start = batching.world, 0
     parts: list[Sequence[int]] = []
@@ -351,7 +351,7 @@ def _rows_of_step(width: list[int], start: int, batching: Batching) -> int:
 
 
 def _filled_up(tail: range, width: list[int], batching: Batching) -> Iterator[Sequence[int]]:
-    """Whole steps of the tail; the last is filled with earlier rows, under a budget none wider."""
+    """Whole steps of the tail; earlier rows (no wider, under a budget) fill the last step."""
     while tail:
         widest = max(width[tail[0] :])
         count = batching.rows(widest) * batching.world

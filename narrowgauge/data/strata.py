@@ -42,7 +42,7 @@ def strata_of(labels: NDArray[Any], lengths: Indices) -> Indices:
 
 
 def _parts(values: NDArray[Any]) -> Indices:
-    """Index of each value's quantile out of MOST; equal values share one."""
+    """Quantile number (0 to MOST - 1) of each value; equal values share one."""
     # unique: with many equal values, several quantiles coincide.
     bounds = np.quantile(values, np.arange(1, MOST) / MOST) if len(values) else np.empty(0)
     return np.searchsorted(np.unique(bounds), values, side="left")

@@ -67,8 +67,7 @@ class Study:
     recipes   names; the reference first
     seeds     at least two
     metric    metric of the last evaluation; '': the task's metric for best weights, or the loss
-    margin    '0.25%' of the reference's mean, or '0.003'; '': 0.25 % for a loss, 0.01 for a
-              score,
+    margin    '0.25%' of the reference's mean, or '0.003'; '': 0.25 % for a loss, 0.01 for a score,
               0.5 for BLEU
     parallel  concurrent runs; 0: as many as cores, GPUs and memory allow
     control   also train the positive control (`recipes.POSITIVE_CONTROL`) for each seed, which

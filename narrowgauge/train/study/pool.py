@@ -74,8 +74,7 @@ class Pool:
     most         concurrent runs at most
     devices      GPUs, one for each concurrent run; [] for the CPU
     ask          writes a job's settings for a device, and returns the file
-    peak         returns the largest memory of a run of this study so far, None if unknown; used
-                 for
+    peak         returns the largest memory of a run of this study so far, None if unknown; used for
                  runs on the CPU only
     show         called with the running jobs, a few times a second
     ended        called with a job and '' or its reason of failure

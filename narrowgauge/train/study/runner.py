@@ -59,8 +59,7 @@ def run(study: Study) -> Result:
 
         0        success; diverged runs are a result, too
         1, 9     some runs failed (9: all out of memory); the next start retries them
-        11       the runs have not learnt enough for a verdict (`diagnose.sensitivity`), and more
-                 seeds
+        11       the runs have not learnt enough for a verdict (`diagnose.sensitivity`); more seeds
                  would not help
         75, 130  stopped on request
 

@@ -59,7 +59,6 @@ class ChoicesTask(TableTask):
     @cached_property
     def rows_per_example(self) -> int:
         """Largest number of choices of a question in either split."""
-        # `plan` builds the task without data.
         if self.train is None:  # a plan, without data
             return len(_named(self.config)) if len(_named(self.config)) > 1 else USUAL
         return int(max(choices_of(part).max() for part in (self.train, self.validation)))

@@ -108,11 +108,11 @@ class TableTask(TrainTask):
 
     @property
     def _order(self) -> Literal["length", "shuffled"]:
-        """ "length" or "shuffled". The default is shuffled for generation tasks, else by length.
+        """Order of batches: "length" or "shuffled".
 
-        In generation tasks the length determines where the end token comes, so steps of one length
-        learn it later: +0.062 nats on Multi30k after 500 steps (docs/log.md, "Steps of one length
-        teach writing later").
+        The default is shuffled for generation tasks, else by length. In generation tasks the length
+        determines where the end token comes, so steps of one length learn it later: +0.062 nats on
+        Multi30k after 500 steps (docs/log.md, "Steps of one length teach writing later").
         """
         asked = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
         return "shuffled" if asked == "shuffled" else "length"

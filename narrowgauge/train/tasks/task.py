@@ -1,7 +1,8 @@
 """The interface of a task: model, batches, loss and evaluation.
 
-A `TrainTask` holds the data and their metadata; a run and its reference share it, so nothing in it changes. A `Feed` yields the
-batches of one run and keeps the position. The trainer uses these two and does not depend on the task.
+A `TrainTask` holds the data and their metadata. A run and its reference share it, so nothing in it
+changes. A `Feed` yields the batches of one run and keeps the position. The trainer uses both and
+does not depend on the task.
 """
 
 from abc import ABC, abstractmethod
