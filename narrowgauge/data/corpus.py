@@ -100,6 +100,7 @@ class Split:
 def validates(digest: bytes, *, fraction: float, seed: int) -> bool:
     """True if the document with this SHA-256 validates, in a split by document."""
     draw = hashlib.sha256(b"%d:" % seed + digest).digest()
+    # Python compares int and float exactly, without rounding the 64-bit integer.
     return int.from_bytes(draw[:8], "big") < fraction * 2**64
 
 
@@ -112,6 +113,7 @@ def tail_cut(text: str, fraction: float) -> int:
     share = int(len(text) * fraction)
     target = len(text) - share
     starts = text.rfind("\n", 0, target) + 1, text.find("\n", max(target - 1, 0)) + 1
+    # Candidates that hold out between half and twice the share.
     near = [start for start in starts if start > 0 and share <= 2 * (len(text) - start) <= 4 * share]
     return min(near, key=lambda start: abs(start - target), default=target)
 

@@ -7,7 +7,7 @@
 
 The cache key covers everything that determines the ids: the files' bytes, the tokenizer, the task
 with its columns, the chat template and the options. Rows that are too long or have no target raise
-an error with their number, unless `Limits` sets a policy; a note then reports the number.
+an error with their number. If `Limits` sets a policy, a note reports the number instead.
 """
 
 from __future__ import annotations

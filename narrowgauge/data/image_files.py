@@ -147,5 +147,6 @@ def decoded(raw: bytes, origin: str, channels: int) -> tuple[Image, bool]:
         raise DataError(
             f"{origin}: its pixels have more than 8 bits (mode {mode}), which a conversion would clip. Save it in 8 bits."
         )
+    # A palette image stores its transparent colour in `info`.
     is_transparent = mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     return turned.convert("RGB" if channels == 3 else "L"), is_transparent

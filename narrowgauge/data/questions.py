@@ -4,11 +4,11 @@
     [CLS] question [SEP] context, from token n - stride on  [SEP]   ...
 
 Labels are the positions of the first and last token of the first reference answer. A window without
-the whole answer, and every window of an unanswerable question, has the position of the classifier
-token (cls, else bos, else 0) twice.
+the whole answer has the no-answer position twice: the classifier token (cls, else bos, else 0). All
+windows of an unanswerable question have it, too.
 
 An answer is a text and the character where it starts. The answers column holds a list of {"text",
-"answer_start"}, or an object with a list for each key, as in Hugging Face tables; in CSV it holds
+"answer_start"}, or an object with a list for each key, as in Hugging Face tables. In CSV it holds
 JSON. SQuAD's own files (.json) are read by `squad`.
 """
 

@@ -32,9 +32,9 @@ class LengthBatchSampler(Sampler[list[Any]]):
     rank      number of this rank
     plan      plan of the rest of the current epoch
 
-    Each pass is the next epoch. The state is (epoch, step). If the settings have changed since the
-    state was saved (such as the number of ranks), the remaining examples of the epoch are planned
-    anew: none is repeated or lost.
+    Each pass is the next epoch. The state is (epoch, step). The settings, such as the number of
+    ranks, may differ from a saved state. The remaining examples of the epoch are then
+    planned anew, and none is repeated or lost.
     """
 
     def __init__(

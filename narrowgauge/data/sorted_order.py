@@ -28,6 +28,7 @@ def sorted_batches(
     """
     Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # validates
     sizes = np.asarray(lengths, dtype=np.int64)
+    # stable: equal lengths keep the order of the data, the same on every machine.
     queue, batches = np.argsort(-sizes, kind="stable"), []
     while len(queue):
         width = round_up(max(1, int(sizes[queue[0]])), multiple)

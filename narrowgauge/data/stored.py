@@ -68,5 +68,6 @@ class Stored:
 
     def numbers(self, name: str) -> Values:
         """Values of an array that has one element per example."""
+        # One element per example: its end position minus one is its index.
         found: Any = self.entry.arrays[name][self._ends[name] - 1]
         return np.asarray(found)

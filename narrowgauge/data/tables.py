@@ -1,8 +1,8 @@
 """Reads rows with named columns from JSONL, CSV, TSV and Parquet, streaming and strictly.
 
-Values keep their type. JSONL and CSV are not read with `datasets` or pandas, because both fill
-missing columns and short rows with null, ignore text after a JSON object, rename repeated columns,
-and do not report lines. `datasets` 5.2 accepted 19 of 35 malformed files silently (docs/log.md).
+Values keep their type. JSONL and CSV are not read with `datasets` or pandas. Both fill missing
+columns and short rows with null, ignore text after a JSON object, rename repeated columns, and
+report no lines. `datasets` 5.2 accepted 19 of 35 malformed files silently (docs/log.md).
 """
 
 from __future__ import annotations

@@ -193,6 +193,7 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
                 f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three."
             ) from None
         where = f"{row.origin}: the span {first} to {end} ({text[max(0, first) : max(0, end)]!r:.60})"
+        # A span inside of a word would have no word to tag.
         if first not in starts or end not in ends or not label:
             raise DataError(
                 f"{where} does not begin and end with a word, or has no label. Correct the row; `end` is behind the last character."

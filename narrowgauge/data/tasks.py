@@ -5,9 +5,9 @@
     Classification  a text or a pair of texts, and a class
     Seq2Seq         a source for the encoder, a target for the decoder
 
-Prompt and completion are tokenized as one text. A token that spans both counts as prompt (in chats,
-too), and a note reports such examples: at inference the prompt is tokenized by itself and ends in
-another token.
+Prompt and completion are tokenized as one text. A token that spans both counts as prompt, in chats
+as well. A note reports such examples, because at inference the prompt is tokenized by itself and
+ends in another token.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
                                                 computed inside of the forward pass
 
 Every rank draws all micro-batches of its replica. torch passes to a stage only the index of a
-micro-batch and the activations of the previous stage, so widths and masks may differ between
+micro-batch and the previous stage's activations. Widths and masks may therefore differ between
 micro-batches. All messages of a step have one shape, which is given to torch, so torch runs no
 shape inference. The gradient of a parameter is summed over micro-batches in the order of one
 process.
@@ -64,8 +64,8 @@ SCHEDULES: dict[str, tuple[Any, int, bool]] = {
 class StageModule(nn.Module):
     """Module that torch runs as one stage.
 
-    `model` has the attribute name used by `spread.Spread`, so that parameter names equal those of
-    one process.
+    The attribute `model` is named as in `spread.Spread`, so parameter names equal a one-process
+    run's.
     """
 
     def __init__(self, model: nn.Module, compute: Callable[[Any, Tensor, int], Tensor]) -> None:

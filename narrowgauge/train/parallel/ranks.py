@@ -340,7 +340,8 @@ class Ranks:
                 time.sleep(POLL_S)
         except RuntimeError:
             if self._live is not None:
-                self._live.wait_for_the_end()  # the sentinel of the first rank of this machine says why
+                # The sentinel of this machine's first rank reports the failure.
+                self._live.wait_for_the_end()
             return PeerError(
                 f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
             )

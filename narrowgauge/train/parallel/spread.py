@@ -5,7 +5,7 @@
 Gradients are therefore summed over ranks, not averaged. With W ranks of M micro-batches each,
 micro-batch t of a rank is number t W + rank of the step. One process with W M micro-batches draws
 the same ones. For W = 2, M = 1 the sum is bit-identical; otherwise the order of summation differs.
-The ranks in a tp or pp group count as one of the W, because they read the same micro-batches.
+A tp or pp group counts as a single rank in W, because its ranks read the same micro-batches.
 
 All computation with the model runs inside the forward pass of `Spread`, a module around it. Under
 fully_shard the parameters are gathered only there, and random numbers are keyed by its forward
@@ -130,8 +130,8 @@ class Parallel:
         Float32 modules in a 16-bit model form their own FSDP groups, since a group has one dtype.
 
         Pipeline stages stay gathered for a whole step. That avoids a gather for each micro-batch.
-        Schedules that split the backward pass also need it: they look up the parameters whose
-        gradients they compute, and computed none for resharded ones (docs/log.md, "several ranks").
+        Schedules that split the backward pass also need it. They look up the parameters whose
+        gradients they compute, and found none for resharded blocks (docs/log.md, "several ranks").
         """
         _refuse_types(model)
         # Two axes make HSDP: sharded along fsdp, replicated along dp.

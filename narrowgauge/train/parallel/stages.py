@@ -5,8 +5,8 @@
                by `Absent`, which returns its input
 
 Each stage computes rotary embeddings and masks with the model's own code. Its modules keep the
-names of the whole model, so parameters, recipe patterns, random numbers and checkpoints equal those
-of one process. Nothing is traced.
+names of the whole model. Parameters, recipe patterns, random numbers and checkpoints therefore
+match a run of one process. Nothing is traced.
 
 With L blocks and S stages, stage s gets blocks ceil(s L / S) to ceil((s + 1) L / S) - 1. The last
 stage also has the head, and this rounding never gives it more blocks than another stage.
@@ -37,8 +37,8 @@ PROBE = 8  # tokens of the test batch
 class Absent(nn.Module):
     """Placeholder for another stage's module: returns its first input.
 
-    It copies the original's str and int attributes, because models read some of them from their
-    blocks (such as the type of attention).
+    It copies the original's str and int attributes. Models read some attributes from their blocks,
+    such as the type of attention.
     """
 
     def __init__(self, original: nn.Module) -> None:

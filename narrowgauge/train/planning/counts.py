@@ -103,8 +103,9 @@ class Counts:
         Any number of dp and fsdp ranks follows from this one trace, so it is cached without them.
         """
         question = cache.question_of(source.config)
-        # Without it, configurations that differ only in the number of ranks share an entry.
-        question.pop("batch_size")  # the shape has the rows
+        # The shape has the rows already. Without batch_size, configurations that differ only in the
+        # number of ranks share an entry.
+        question.pop("batch_size")
         question["parallel"] = replace(parallel_syntax.named(source.config.parallel), dp=1, fsdp=1)
         key = repr([question, source.shape])
         if key not in self._processes:

@@ -55,7 +55,7 @@ def available_bytes(device: torch.device) -> int:
         ) from error
     try:
         limit, used = ((GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no control group of version 2
+    except OSError:  # no cgroup v2
         return found
     # The tighter of machine and cgroup: a container's limit can be far below the machine's memory.
     return found if limit == "max" else min(found, max(int(limit) - int(used), 0))

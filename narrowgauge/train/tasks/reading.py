@@ -1,7 +1,7 @@
 """Reads the rows of a table as training and validation examples.
 
 Validation uses `validation_data`, or a share of the rows of `data`. A hash of the row's token ids
-decides the split: adding or reordering rows moves no other row, and copies of a row land on the
+decides the split. Adding or reordering rows moves no other row, and copies of a row land on the
 same side. Related rows (`Stored.group`, such as all questions on one text) share one hash, the hash
 of their group.
 """

@@ -111,8 +111,9 @@ class TableTask(TrainTask):
         """Order of batches: "length" or "shuffled".
 
         The default is shuffled for generation tasks, else by length. In generation tasks the length
-        determines where the end token comes, so steps of one length learn it later: +0.062 nats on
-        Multi30k after 500 steps (docs/log.md, "Steps of one length teach writing later").
+        determines where the end token comes, so steps of one length learn it later. The loss was
+        0.062 nats higher on Multi30k after 500 steps (docs/log.md, "Steps of one length teach
+        writing later").
         """
         asked = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
         return "shuffled" if asked == "shuffled" else "length"
