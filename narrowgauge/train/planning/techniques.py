@@ -152,7 +152,9 @@ COMPRESS = Technique(
     "slower; what blocks keep is rounded to E4M3, gradients agree to about 34 dB", 2, 0.3, KEPT,
 )  # fmt: skip
 
-# Techniques without numeric effect first, in order of time; then in order of numeric effect.
+# Cheapest first: no numeric effect at up to 6 % of a step, then errors below the standard
+# deviation over seeds (numbers = 1) at no cost in time, then full recomputation, then measurable
+# errors (numbers = 2).
 CHEAPEST_FIRST = (
     FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, IN_BACKWARD, FULL, SQRT, FOUR, COMPRESS,
 )  # fmt: skip
