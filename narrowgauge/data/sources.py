@@ -1,16 +1,21 @@
-"""Reads documents from a source, and rows from tables.
+"""Reads documents from text sources, and rows from tables.
 
-    documents("stdlib")                     this interpreter's standard library: the default, no download
-    documents("book.txt")                   one document, or several with form feeds (or `separator`) between them
+    documents("stdlib")                     this interpreter's standard library: the default, no
+                                            download
+    documents("book.txt")                   one document, or several separated by form feeds (or
+                                            `separator`)
     documents("posts.jsonl", column="body") also .ndjson, .csv, .tsv, .parquet
-    documents("notes/")                     the text files below it, without hidden files and other suffixes
-    documents("shards/**/*.parquet")        every file that matches
-    documents("hf:roneneldan/TinyStories:validation")       hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, read by `datasets`
+    documents("notes/")                     text files below the folder, without hidden files and
+                                            other suffixes
+    documents("shards/**/*.parquet")        every matching file
+    documents("hf:roneneldan/TinyStories:validation")       hf:NAME, hf:NAME:SPLIT or
+                                                            hf:NAME:CONFIG:SPLIT, read by `datasets`
 
-    records("train.jsonl", ["prompt", "completion"])        the rows of tables with the columns that a task needs
+    records("train.jsonl", ["prompt", "completion"])        rows of tables with these columns
 
-The order is that of the sorted paths, the same on every machine. Blank documents are skipped; anything malformed raises DataError
-with the file, the line and the next step. `./stdlib` is a folder of that name.
+Files are read in the order of their sorted paths, the same on every machine. Blank documents are
+skipped. Malformed data raise DataError with file, line and next step. To read a folder named
+stdlib, write `./stdlib`.
 """
 
 from __future__ import annotations
@@ -32,10 +37,11 @@ from narrowgauge.data.text import LIMIT_BYTES, Document, readable, reason, shown
 from narrowgauge.errors import ConfigError, DataError, closest
 
 STDLIB = "stdlib"
-# Tests hold numbers and broken files; the repeated tables of `encodings`, 1.4 MB, would flatter a validation loss.
+# Tests contain numbers and broken files. The repetitive tables of `encodings`, 1.4 MB, would lower
+# a validation loss without merit.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 HUB = "hf:"
-HUB_ROWS = 256  # read at a time
+HUB_ROWS = 256  # rows read at once
 # fmt: off
 TEXT_SUFFIXES = {
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".css", ".sql", ".sh", ".toml",
@@ -52,14 +58,17 @@ def documents(
     separator: str | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Iterator[Document]:
-    """The documents of `source`, one at a time.
+    """Yields the documents of `source`, one at a time.
 
-    column       text column of a table; needed unless one is called 'text' or only one holds strings
-    separator    between the documents of a plain text file, such as '<|endoftext|>'; None means a form feed
+    column       text column of a table; required unless one is called 'text' or only one has
+                 strings
+    separator    text between documents of a plain file, such as '<|endoftext|>'; None: form
+                 feed
     limit_bytes  largest document; a longer one raises before it is read completely
 
-    Raises DataError for missing, empty or malformed data, ConfigError for an option that does not fit the source, StorageError
-    for an unreadable file; at the call for a missing source, else when reading reaches the fault.
+    Raises DataError for missing, empty or malformed data, ConfigError for an option that does not
+    fit the source, and StorageError for an unreadable file. A missing source raises at the call,
+    other faults when reading reaches them.
     """
     name = os.fspath(source)
     if not name:
@@ -87,14 +96,13 @@ def records(
     header: Sequence[str] | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Iterator[Record]:
-    """The rows of `source`, a table or a glob of tables, or SQuAD's JSON, with these columns.
-
-    CSV has strings alone, other tables typed values.
+    """Yields the rows of `source`, a table, a glob of tables or SQuAD's JSON, with these columns.
 
     header  column names of CSV and TSV files without a header row
 
-    Raises DataError when it reaches a missing column, a ragged row or a malformed line; ConfigError for an option that does not
-    fit the file.
+    CSV has strings only, other tables have typed values. Raises DataError when it reaches a missing
+    column, a ragged row or a malformed line. Raises ConfigError for an option that does not fit the
+    file.
     """
     if not columns or len(set(columns)) != len(columns):
         raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")
@@ -115,13 +123,15 @@ def _refuse_column(column: str | None, name: str) -> None:
 
 
 def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[Document]:
+    """Skips blank documents. Raises DataError if no document has text, or one exceeds the limit."""
     passed_over, empty = 0, True
     for document in found:
         text = document.text
         if not text or text.isspace():
             passed_over += 1
             continue
-        # For sources that return whole texts; the file readers check earlier. A character has at most 4 bytes in UTF-8.
+        # For sources that return whole texts; file readers check earlier. A UTF-8 character has at
+        # most 4 bytes, so most texts need no encoding here.
         if 4 * len(text) > limit_bytes and len(text.encode()) > limit_bytes:
             raise too_long(document.origin, limit_bytes, "Split the document.")
         empty = False
@@ -132,11 +142,15 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
 
 
 def files_of(name: str) -> list[Path]:
-    """The files of a path or glob, sorted. Raises DataError if there are none, StorageError if nobody can tell."""
+    """Sorted files of a path or glob.
+
+    Raises DataError if there are none, StorageError on a refusal.
+    """
     with readable(name, "looked at"):
         path = Path(name)
         if path.is_dir():
             return _folder_files(path)
+        # Before the glob: a file name may contain brackets.
         if path.exists():
             return [path]
         if has_magic(name):
@@ -161,7 +175,10 @@ def files_of(name: str) -> list[Path]:
 
 
 def below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
-    """The files below a folder, by their parts; names that are left out are files and folders."""
+    """Files below a folder, sorted by path components.
+
+    is_left_out  excludes files and folders by name
+    """
 
     def refuse(error: OSError) -> NoReturn:
         raise error
@@ -169,8 +186,10 @@ def below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
     files: list[Path] = []
     with readable(folder, "listed"):
         for parent, folders, names in os.walk(folder, onerror=refuse):
+            # In place: os.walk then does not descend into the removed folders.
             folders[:] = [name for name in folders if not is_left_out(name)]
             files.extend(Path(parent, name) for name in names if not is_left_out(name))
+    # By components: as a string, "a-b" would sort before "a/b".
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 
@@ -206,9 +225,10 @@ def _file_documents(path: Path, *, column: str | None, separator: str | None, li
 
 
 def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
-    """One document per source file of the standard library, about 11 MB, decoded as the file declares (PEP 263).
+    """One document per source file of the standard library, about 11 MB, decoded by PEP 263.
 
-    The content depends on the Python version: compare runs by their content hash. Origin: stdlib/ and the path inside it.
+    The content depends on the Python version: compare runs by their content hash. The origin is
+    stdlib/ and the path inside it.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     remedy = "Pass a file, a folder or a glob instead of stdlib."
@@ -225,22 +245,29 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
 
 
 def parse_hub_name(source: str) -> tuple[str, str | None, str]:
-    """(name, config, split) of 'hf:NAME[[:CONFIG]:SPLIT]'; the split is train if none is named. Raises ConfigError."""
-    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))  # not at the colon of hf:NAME:train[:10%]
+    """(name, config, split) of 'hf:NAME[[:CONFIG]:SPLIT]'; the default split is train.
+
+    Raises ConfigError for another form.
+    """
+    # The lookahead keeps the colon inside brackets, as in hf:NAME:train[:10%].
+    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))
     if len(rest) > 2 or not all([name, *rest]):
         raise ConfigError(f"{source}: not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.")
     return name, (rest[0] if len(rest) == 2 else None), (rest[-1] if rest else "train")
 
 
 def _hub_documents(source: str, name: str, config: str | None, split: str, column: str | None) -> Iterator[Document]:
-    """One document per row of a data set of the Hub, or of a folder that `datasets` loads. Never runs a repository's code."""
+    """One document per row of a Hub data set, or of a folder that `datasets` loads.
+
+    Never runs a repository's code.
+    """
     try:
         import datasets
     except ImportError:
         raise ConfigError(f"{source}: this needs the package datasets. Run: pip install datasets.") from None
     try:
         found: Any = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # datasets raises its own, the Hub's, Arrow's and the network's exceptions
+    except Exception as error:  # exceptions of datasets, the Hub, Arrow and the network
         raise DataError(
             f"{source}: datasets cannot load it: {type(error).__name__}: {reason(error)} "
             "Check the name, the config, the split and the connection, or download the files and pass a glob."
