@@ -31,7 +31,7 @@ PROBE = re.compile(r"\.probe-\d+")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Names that `temporary` gives to drafts of cache entries and tokenizers. Anything else in a cache
 # folder is left alone.
-ABANDONED = re.compile(r"\.((tokens|examples)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
+ABANDONED = re.compile(r"\.((tokens|examples|images)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
 # Age without a write from which an unlocked draft counts as abandoned. Its writer locks a draft
 # within milliseconds, but not atomically with its creation.
 ABANDONED_AFTER_S = 60

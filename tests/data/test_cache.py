@@ -221,7 +221,7 @@ def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
     assert (tmp_path / NAME).exists()
 
 
-@pytest.mark.parametrize("name", ["tokens", "examples"])
+@pytest.mark.parametrize("name", ["tokens", "examples", "images"])
 def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is_not(tmp_path, name):
     """A kill gives back the lock and leaves the folder. All but the fresh one are older than a minute."""
     killed, living, fresh = (temporary(tmp_path / f"{name}-{'0' * 32}") for _ in range(3))
