@@ -4,6 +4,9 @@ An error is a complete sentence with the values in it, and ends in the next step
 
     ConfigError: convert: pattern 'layers.*.up' matched no Linear. Closest: 'layers.0.mlp.up_proj'.
 
+Each error has a `code`, for programs and tests: the subject and the cause, such as "cast.tile" or "formats.unknown". Codes stay
+when sentences are reworded. One code stands for one cause; places that refuse the same thing share it.
+
 Exit codes (also 130 for Ctrl-C and 75 for SIGTERM, both after a checkpoint was saved): 0 ok, 2 configuration,
 3 data or tokenizer, 4 checkpoint, 5 numerics, 6 another rank lost, 7 output folder busy, 8 storage, 9 memory, 10 ranks drifted
 apart.
@@ -25,6 +28,10 @@ class NarrowgaugeError(Exception):
 
     exit_code = 1
     told = False  # whether the other ranks of a run know of it
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
 
 class ConfigError(NarrowgaugeError):
