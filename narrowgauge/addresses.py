@@ -149,7 +149,8 @@ def address(x: Tensor | None) -> int:
         why = "whose memory holds the negatives of its numbers" if found else "whose memory is elsewhere"
         raise BackendError(
             f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, {why}. "
-            "Pass plain tensors, or take the backend of plain torch."
+            "Pass plain tensors, or take the backend of plain torch.",
+            code="kernel.no-memory",
         )
     return found
 

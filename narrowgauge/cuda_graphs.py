@@ -166,7 +166,10 @@ class Graphs:
         self, recorder: CudaRecorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
     ) -> None:
         if warmup < 1 or most_shapes < 1:
-            raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
+            raise ConfigError(
+                f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.",
+                code="cuda-graphs.counts",
+            )
         self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
         self.notes: list[str] = []
         # (part, reason) pairs that `notes` already contains
@@ -201,7 +204,8 @@ class Graphs:
         except RuntimeError as error:
             raise BackendError(
                 f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
-                "device, or allocates where a graph may not. Train without --cuda-graph."
+                "device, or allocates where a graph may not. Train without --cuda-graph.",
+                code="cuda-graphs.capture",
             ) from error
         finally:
             part.around_capture()
@@ -288,7 +292,10 @@ class GraphedStep:
         device = next(model.parameters()).device
         reasons = refuse(model, optimizer, device) if recorder is None else []
         if reasons:
-            raise ConfigError(f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.")
+            raise ConfigError(
+                f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.",
+                code="cuda-graphs.unsupported",
+            )
         self.model, self.optimizer, self.clip = model, optimizer, float("inf") if clip is None else clip
         self.device = device
         self.graphs = Graphs(recorder or CudaRecorder(device, generators), device, warmup, most_shapes)

@@ -4,6 +4,10 @@ A message is a complete sentence with the values in it, and ends in the next ste
 
     ConfigError: convert: pattern 'layers.*.up' matched no Linear. Closest: 'layers.0.mlp.up_proj'.
 
+Each error has a `code` for programs and tests: a subject and a cause, such as "cast.tile" or
+"formats.unknown". Codes stay when sentences are reworded. One code stands for one cause, and places
+that refuse the same thing share it.
+
 Exit codes:
 
     0   ok                      7    output folder busy
@@ -31,6 +35,10 @@ class NarrowgaugeError(Exception):
 
     exit_code = 1
     told = False  # True once the other ranks of the run have been notified
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
 
 class ConfigError(NarrowgaugeError):

@@ -134,11 +134,13 @@ class FloatFormat(Format):
         if self.bits != 1 + self.exponent + self.mantissa or not 0 <= self.reserved < 2 ** (self.bits - 1) - 1:
             raise ConfigError(
                 f"{self.name}: {self.bits} bits with exponent = {self.exponent}, mantissa = {self.mantissa}, reserved = {self.reserved}; "
-                "bits is one for the sign and those of both fields, and codes other than zero must be left."
+                "bits is one for the sign and those of both fields, and codes other than zero must be left.",
+                code="format.bits",
             )
         if self.has_nan and not self.reserved:
             raise ConfigError(
-                f"{self.name}: has_nan without a code for it. Say with reserved how many codes are no number."
+                f"{self.name}: has_nan without a code for it. Say with reserved how many codes are no number.",
+                code="format.nan",
             )
         exponent, fraction = divmod(2 ** (self.bits - 1) - 1 - self.reserved, 2**self.mantissa)
         significand = fraction * 2.0**-self.mantissa + (exponent > 0)
@@ -146,7 +148,8 @@ class FloatFormat(Format):
         if self.max != largest:
             raise ConfigError(
                 f"{self.name}: max is {self.max:g}, but its largest code, with {self.reserved} reserved above it, means {largest:g}. "
-                "Set max to that, or reserved to the codes that are no number."
+                "Set max to that, or reserved to the codes that are no number.",
+                code="format.max",
             )
 
     @property
@@ -266,7 +269,10 @@ class ExponentFormat(Format):
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is not None:
-            raise ConfigError(f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.")
+            raise ConfigError(
+                f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.",
+                code="format.noise",
+            )
         x = x.to(torch.float32)
         bits = x.abs().view(torch.int32)
         normal = (bits + 0x3FFFFF + ((bits >> FLOAT32_MANTISSA) & 1)) >> FLOAT32_MANTISSA
@@ -294,7 +300,8 @@ class TableFormat(Format):
         if len(self.levels) != 2**self.bits or list(self.levels) != sorted(set(self.levels)):
             raise ConfigError(
                 f"{self.name}: {len(self.levels)} levels given; a {self.bits}-bit table needs {2**self.bits} "
-                "distinct levels in ascending order."
+                "distinct levels in ascending order.",
+                code="format.levels",
             )
 
     @property
@@ -403,4 +410,7 @@ def get(name: str) -> Format:
     for format in ALL:
         if format.name == name:
             return format
-    raise ConfigError(f"formats.get: no format {name!r}. Closest: {closest(name, NAMES) or ', '.join(NAMES)}.")
+    raise ConfigError(
+        f"formats.get: no format {name!r}. Closest: {closest(name, NAMES) or ', '.join(NAMES)}.",
+        code="formats.unknown",
+    )

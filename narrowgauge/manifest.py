@@ -110,7 +110,9 @@ def read(folder: Path) -> Manifest:
     Raises CheckpointError if the folder holds other files than the manifest lists.
     """
     if folder.is_symlink() or not folder.is_dir():
-        raise CheckpointError(f"{folder}: is not a folder. Remove it, or restore the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: is not a folder. Remove it, or restore the checkpoint.", code="checkpoint.not-a-folder"
+        )
     data = reading.bytes_of(folder / NAME, LISTING)
     reason = "was changed or cut"
     try:
@@ -129,10 +131,12 @@ def read(folder: Path) -> Manifest:
     if not reason and STEP.fullmatch(folder.name) and folder.name != f"step-{manifest.step:08d}":
         reason = f"is that of step {manifest.step}"
     if reason:
-        raise CheckpointError(f"{folder}: its manifest {reason}. Restore the checkpoint.")
+        raise CheckpointError(f"{folder}: its manifest {reason}. Restore the checkpoint.", code="checkpoint.manifest")
     if foreign := set(os.listdir(folder)) ^ {*manifest.files, NAME}:
         names = ", ".join(sorted(foreign))
-        raise CheckpointError(f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.", code="checkpoint.files"
+        )
     return manifest
 
 
@@ -149,14 +153,16 @@ def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
         # Checked before reading: a sparse file may be larger than memory.
         if size != expected["bytes"]:
             raise CheckpointError(
-                f"{folder / name}: was changed: {size} bytes, not {expected['bytes']}. Restore the checkpoint."
+                f"{folder / name}: was changed: {size} bytes, not {expected['bytes']}. Restore the checkpoint.",
+                code="checkpoint.changed",
             )
         data = file.read(size)
     found = listed(data)
     if found != expected:
         raise CheckpointError(
             f"{folder / name}: was changed: {found['bytes']} bytes with SHA-256 {found['sha256'][:12]}..., "
-            f"not {expected['bytes']} with {str(expected['sha256'])[:12]}.... Restore the checkpoint."
+            f"not {expected['bytes']} with {str(expected['sha256'])[:12]}.... Restore the checkpoint.",
+            code="checkpoint.changed",
         )
     return data
 
@@ -181,7 +187,9 @@ def newest_first(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+        raise CheckpointError(
+            f"{folder}: cannot be listed: {error.strerror}. Check its permissions.", code="checkpoint.unlistable"
+        ) from error
 
 
 def prune(folder: Path, keep: int | Path) -> None:
@@ -192,7 +200,9 @@ def prune(folder: Path, keep: int | Path) -> None:
     touched.
     """
     if isinstance(keep, int) and keep < 1:
-        raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
+        raise CheckpointError(
+            f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.", code="checkpoint.prune"
+        )
     whole = filter(_looks_whole, newest_first(folder))
     doomed = list(whole)[keep:] if isinstance(keep, int) else [path for path in whole if path != keep]
     with storage.refusals("remove old checkpoints from", folder):

@@ -62,30 +62,37 @@ class QTensor:
     def _check(self) -> None:
         data, scale, cast, whole = self.data, self.scale, self.cast, self.global_scale
         columns = self.inner if not self.is_packed else -(-self.inner // cast.format.codes_per_byte)
-        wrong = ""
+        wrong, code = "", ""
         # Packed codes are uint8 like the storage of some formats, so `is_packed` decides by
         # codes_per_byte.
         if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
+            code = "qtensor.dtype"
             wrong = (
                 f"data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed ones in "
                 "torch.uint8, or values in float32 or bfloat16, and a float32 scale"
             )
         elif data.ndim != 2 or scale.ndim != 2:
+            code = "qtensor.axes"
             wrong = f"data {list(data.shape)} and scale {list(scale.shape)} must both be two-dimensional"
         elif (data.shape[1], *scale.shape) != (
             columns,
             *(sizes := scale_shape((data.shape[0], self.inner), cast.tile)),
         ):
+            code = "qtensor.shape"
             wrong = (
                 f"data {list(data.shape)} with scale {list(scale.shape)} does not fit {self.inner} {cast.format} elements per row "
                 f"in tiles of {cast.tile}; expected {columns} columns and scale {list(sizes)}"
             )
         elif (whole is not None) != cast.has_global_scale:
+            code = "qtensor.global-scale"
             wrong = f"cast {cast} {'needs' if cast.has_global_scale else 'takes no'} global_scale"
         elif whole is not None and (whole.ndim != 0 or whole.dtype != torch.float32):
+            code = "qtensor.global-scale-shape"
             wrong = f"global_scale is {list(whole.shape)} {whole.dtype}; it must be a single float32 without axes"
         if wrong:
-            raise ShapeError(f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.")
+            raise ShapeError(
+                f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.", code=code
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,7 +141,10 @@ class QTensor:
         bfloat16 holds the values of all formats except tables. Raises ConfigError for these.
         """
         if dtype == torch.bfloat16 and isinstance(self.cast.format, TableFormat):
-            raise ConfigError(f"expanded: levels of {self.cast.format} are not exact in {dtype}. Use torch.float32.")
+            raise ConfigError(
+                f"expanded: levels of {self.cast.format} are not exact in {dtype}. Use torch.float32.",
+                code="qtensor.expanded-dtype",
+            )
         return replace(self, data=self.values().to(dtype), checked=True)
 
     def compact(self) -> QTensor:
@@ -160,7 +170,8 @@ class QTensor:
         if self.cast.tile[0] != self.cast.tile[1] or self.is_packed:
             raise ShapeError(
                 f"transposed: {self.cast} has tiles that do not transpose, or packed codes. "
-                "Quantize the transposed tensor instead."
+                "Quantize the transposed tensor instead.",
+                code="qtensor.transposed",
             )
         return QTensor(
             data=self.data.T, scale=self.scale.T, cast=self.cast, inner=self.data.shape[0], global_scale=self.global_scale, checked=True

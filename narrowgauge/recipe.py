@@ -44,10 +44,12 @@ def _require(owner: object, name: str, valid: bool, wanted: str) -> None:
     """Raise ConfigError unless `valid`.
 
     Example: "Window: length is 0; it must be a whole number of steps, at least 1."
+    The code is the class and the field, such as "window.length".
     """
     if not valid:
         title = f"Recipe {owner.name!r}" if isinstance(owner, Recipe) else type(owner).__name__
-        raise ConfigError(f"{title}: {name} is {getattr(owner, name)!r}; {wanted}")
+        code = f"{type(owner).__name__.lower()}.{name}"
+        raise ConfigError(f"{title}: {name} is {getattr(owner, name)!r}; {wanted}", code=code)
 
 
 def is_whole(value: object, least: float = 1) -> bool:
@@ -191,13 +193,15 @@ class Cast:
         if isinstance(self.calibrate, Window) and not self.is_per_tensor:
             raise ConfigError(
                 f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
-                "Use tile=(-1, -1) or calibrate=CURRENT."
+                "Use tile=(-1, -1) or calibrate=CURRENT.",
+                code="cast.window-tile",
             )
         one_step = self.is_per_tensor and self.scale == FP32 and isinstance(self.format, IntFormat)
         if isinstance(self.calibrate, LearnedStep) and not one_step:
             raise ConfigError(
                 f"Cast: a LearnedStep is one float32 step per tensor between integers, but the cast is {self.format} with "
-                f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32."
+                f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32.",
+                code="cast.learned-step",
             )
         _require(self, "rounding", self.rounding in ("nearest", "stochastic"), "choose 'nearest' or 'stochastic'.")
         headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
@@ -325,7 +329,8 @@ class Gemm:
         if self.rotate is not None and windows:
             raise ConfigError(
                 "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
-                "Use calibrate=CURRENT or rotate=None."
+                "Use calibrate=CURRENT or rotate=None.",
+                code="gemm.rotated-window",
             )
 
     def __str__(self) -> str:
@@ -406,7 +411,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.")
+            raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.", code="recipe.name")
         for product, gemm in self.gemms().items():
             _require(self, product, isinstance(gemm, Gemm), "it must be a Gemm. Gemm() leaves it in 16 bits.")
         wide = isinstance(self.wide_blocks, WideBlocks | None)
@@ -418,38 +423,52 @@ class Recipe:
         if self.backward == "straight-through":
             self._check_straight_through()
         elif self.samples():
-            self._refuse("rows are sampled with backward='straight-through' only. Choose that, or sample=None.")
+            self._refuse(
+                "recipe.sampled-recast",
+                "rows are sampled with backward='straight-through' only. Choose that, or sample=None.",
+            )
         elif any(isinstance(cast.calibrate, LearnedStep) for _, cast in self._casts()):
             self._refuse(
-                "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms."
+                "recipe.learned-step-recast",
+                "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms.",
             )
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise ConfigError(f"Recipe {self.name!r}: {why}")
+    def _refuse(self, code: str, why: str) -> NoReturn:
+        raise ConfigError(f"Recipe {self.name!r}: {why}", code=code)
 
     def _check_operands(self) -> None:
         for role, cast in self._casts():
             if cast.format in (E8M0, DYNAMIC_UNSIGNED):
-                self._refuse(f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.")
+                self._refuse(
+                    "recipe.unsigned-format",
+                    f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.",
+                )
         if self.save == "quantized" and self.grad_weight.rhs is None:
-            self._refuse("save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.")
+            self._refuse(
+                "recipe.quantized-uncast",
+                "save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.",
+            )
         # Saved codes of x carry the signs of the forward pass; the gradient would be rotated with
         # others.
         rotate = self.grad_weight.rotate
         if self.save == "quantized" and rotate is not None and rotate.signs == "random":
             self._refuse(
+                "recipe.quantized-random-signs",
                 "save='quantized' keeps x rotated with signs that the gradient will not meet again. "
-                "Use signs='fixed' in grad_weight, or save='original'."
+                "Use signs='fixed' in grad_weight, or save='original'.",
             )
         for role, casts in self.roles().items():
             windows = {(c.calibrate, c.format) for c in casts if c is not None and isinstance(c.calibrate, Window)}
             if len(windows) > 1:
                 self._refuse(
+                    "recipe.two-windows",
                     f"{role} is cast with two different windows. Delayed scaling keeps one amax history per tensor; use the same "
-                    "Window and format in both products."
+                    "Window and format in both products.",
                 )
         if self.output.sample is not None:
-            self._refuse("output samples rows. Only the products of the gradient can; use sample=None.")
+            self._refuse(
+                "recipe.sampled-output", "output samples rows. Only the products of the gradient can; use sample=None."
+            )
 
     def _check_straight_through(self) -> None:
         """Check the backward GEMMs of a straight-through recipe.
@@ -461,8 +480,9 @@ class Recipe:
             rhs = gemm.rhs
             if rhs is not None and rhs != forward:
                 self._refuse(
+                    "recipe.straight-through-codes",
                     f"backward='straight-through' multiplies by the codes of output, but {product}.rhs is {rhs} and output has "
-                    f"{forward or '16-bit'}. Make them equal, or rhs=None."
+                    f"{forward or '16-bit'}. Make them equal, or rhs=None.",
                 )
             if rhs is not None and (
                 not rhs.is_per_tensor
@@ -471,19 +491,22 @@ class Recipe:
                 or isinstance(rhs.calibrate, Window)
             ):
                 self._refuse(
+                    "recipe.straight-through-cast",
                     f"{rhs} does not serve both orientations. backward='straight-through' needs integers with one scale per tensor "
-                    "from the tensor at hand, rounded to nearest."
+                    "from the tensor at hand, rounded to nearest.",
                 )
             if gemm.rotate is not None:
                 self._refuse(
+                    "recipe.straight-through-rotation",
                     f"{product} has a rotation of its own, but backward='straight-through' multiplies in the basis of output. "
-                    "Use rotate=None there."
+                    "Use rotate=None there.",
                 )
         for role, cast in self._casts():
             if isinstance(cast.calibrate, LearnedStep | Window if role == "gy" else Window):
                 self._refuse(
+                    "recipe.straight-through-calibration",
                     f"{role} is calibrated by '{cast.calibrate}', for which backward='straight-through' has no place. "
-                    "Use CURRENT or ClippedRms."
+                    "Use CURRENT or ClippedRms.",
                 )
 
     def _casts(self) -> list[tuple[str, Cast]]:
@@ -541,7 +564,10 @@ class Recipe:
         """
         unknown = set(changes) - set(GEMMS)
         if unknown:
-            raise ConfigError(f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.")
+            raise ConfigError(
+                f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.",
+                code="recipe.gemm-name",
+            )
         # A 16-bit grad_weight reads x itself, so there are no codes to save.
         save = "original" if changes.get("grad_weight") == Gemm() else self.save
         suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())

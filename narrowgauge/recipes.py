@@ -272,13 +272,19 @@ def get(name: str) -> Recipe:
     Also finds POSITIVE_CONTROL, which `names` omits. Raises ConfigError with the closest name.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.")
+        raise ConfigError(
+            f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.", code="recipes.not-a-name"
+        )
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     if name == AUTO:
         raise ConfigError(
-            "recipes.get: 'auto' is no recipe but a choice among them for each layer. Give it to convert(), or to train as --recipe."
+            "recipes.get: 'auto' is no recipe but a choice among them for each layer. Give it to convert(), or to train as --recipe.",
+            code="recipes.auto",
         )
     for recipe in (*ALL, POSITIVE_CONTROL):
         if recipe.name == name:
             return recipe
-    raise ConfigError(f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.")
+    raise ConfigError(
+        f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.",
+        code="recipes.unknown",
+    )

@@ -39,7 +39,9 @@ from narrowgauge.errors import ConfigError
 def require_module(model: object, verb: str) -> None:
     """Raise ConfigError if `model` is not an nn.Module. verb: function named in the message."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.")
+        raise ConfigError(
+            f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.", code="convert.not-a-module"
+        )
 
 
 # --- Patterns ---
@@ -70,7 +72,8 @@ def expanded(pattern: str) -> list[str]:
         if not first <= last < first + MOST_NUMBERS:
             raise ConfigError(
                 f"pattern {pattern!r}: the range {part!r} runs from {first} to {last}. "
-                f"Write the smaller number first, and at most {MOST_NUMBERS:,} numbers."
+                f"Write the smaller number first, and at most {MOST_NUMBERS:,} numbers.",
+                code="pattern.range",
             )
         parts.append([str(number) for number in range(first, last + 1)])
     return [".".join(chosen) for chosen in itertools.product(*parts)]

@@ -111,7 +111,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
-        raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
+        raise ConfigError(
+            f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}",
+            code="cli.command",
+        )
     # Only the module of the called verb is imported: importing torch takes seconds.
     return _call(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
@@ -142,7 +145,7 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
         # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
         stop = "" if words.endswith((".", "?")) else "."
-        raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.") from None
+        raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.", code="cli.arguments") from None
     return int(command(*bound.args, **bound.kwargs) or 0)  # printing the help returns None
 
 

@@ -39,7 +39,9 @@ def blame(
         Folder of the run.
     """
     if min(at, steps, baseline) < 0:
-        raise ConfigError(f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.")
+        raise ConfigError(
+            f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.", code="blame.counts"
+        )
     place.settings_of(run)  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.blame_checkpoint import blame_checkpoint
     from narrowgauge.train.console import tell

@@ -42,7 +42,8 @@ def report(
             if value
         ]:
             raise ConfigError(
-                f"report: {', '.join(given)} is of several runs, and one is named. Name more, or leave it out."
+                f"report: {', '.join(given)} is of several runs, and one is named. Name more, or leave it out.",
+                code="report.one-run",
             )
         print(page.write(folders[0]))
         return 0

@@ -75,13 +75,17 @@ def _seeds(text: str) -> tuple[int, ...]:
     """Parse '5' as seeds 0 to 4, and '0,3' as these two seeds."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
-        raise ConfigError(f"seeds = {text!r}: are no whole numbers. Write their number, as 5, or the seeds, as 0,1,2.")
+        raise ConfigError(
+            f"seeds = {text!r}: are no whole numbers. Write their number, as 5, or the seeds, as 0,1,2.",
+            code="study.seeds",
+        )
     if len(words) > 1:
         return tuple(map(int, words))
     count = int(words[0])
     if not 2 <= count <= MOST:
         raise ConfigError(
-            f"seeds = {text!r}: a spread takes two seeds at least, and {MOST:,} at most. Write their number, as 5."
+            f"seeds = {text!r}: a spread takes two seeds at least, and {MOST:,} at most. Write their number, as 5.",
+            code="study.seed-count",
         )
     return tuple(range(count))
 
@@ -90,7 +94,9 @@ def _parallel(text: str) -> int:
     if text == "auto":
         return 0
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
-        raise ConfigError(f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.")
+        raise ConfigError(
+            f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.", code="study.parallel"
+        )
     return int(text)
 
 

@@ -54,7 +54,8 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     if given.get("parent") == "":  # an unset shell variable; in a file '' is the default
         raise ConfigError(
             "--from '': names no run, and without one this would be a new run. Name the parent, as --from runs/first@100, or leave "
-            "--from out."
+            "--from out.",
+            code="train.from-empty",
         )
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
     from_flags = {key: (value, flag(key)) for key, value in keys.items()}
@@ -85,7 +86,8 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     if given.get("resume") and set(given) <= {"resume", "output"}:
         raise ConfigError(
             f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
-            "the CONFIG of a new run."
+            "the CONFIG of a new run.",
+            code="train.resume-no-run",
         )
     return {}
 

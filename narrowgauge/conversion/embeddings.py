@@ -17,9 +17,14 @@ def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
 def check_embeddings(model: nn.Module, codes: object) -> None:
     """Before anything is changed. ConfigError for other codes, and for a model none of whose embeddings can have them."""
     if codes not in FORMATS:
-        raise ConfigError(f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.")
+        raise ConfigError(
+            f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.",
+            code="convert.embeddings",
+        )
     if words := problem(model):
-        raise ConfigError(f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.")
+        raise ConfigError(
+            f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.", code="convert.embedding-codes"
+        )
 
 
 def problem(model: nn.Module) -> str:

@@ -79,11 +79,12 @@ class CausalBatches:
     def __init__(self, stream: TokenStream, sequence_length: int, batch_size: int, seed: int):
         for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
             if value < 1:
-                raise ConfigError(f"{name}: {value} is not a positive number.")
+                raise ConfigError(f"{name}: {value} is not a positive number.", code="batch.not-positive")
         if len(stream) < sequence_length + 1:
             raise DataError(
                 f"{stream.name}: {len(stream)} tokens are fewer than one sequence of {sequence_length} and its last label, "
-                f"{sequence_length + 1}. Pass more text, or a sequence length of at most {max(len(stream) - 1, 0)}."
+                f"{sequence_length + 1}. Pass more text, or a sequence length of at most {max(len(stream) - 1, 0)}.",
+                code="tokens.too-few",
             )
         self.stream, self.sequence_length, self.batch_size, self.seed = stream, sequence_length, batch_size, seed
         self.windows = (len(stream) - 1) // sequence_length
@@ -94,11 +95,15 @@ class CausalBatches:
         ->  {"input_ids", "labels"}, each int64 [batch_size / micro_batches, T]
         """
         if step < 0 or micro_batches < 1 or not 0 <= micro_batch < micro_batches:
-            raise ConfigError(f"batch: no micro-batch {micro_batch} of {micro_batches} at step {step}; count from 0.")
+            raise ConfigError(
+                f"batch: no micro-batch {micro_batch} of {micro_batches} at step {step}; count from 0.",
+                code="batch.index",
+            )
         rows, rest = divmod(self.batch_size, micro_batches)
         if rest:
             raise ConfigError(
-                f"batch_size {self.batch_size} is no multiple of {micro_batches} micro-batches. Pass a divisor of it."
+                f"batch_size {self.batch_size} is no multiple of {micro_batches} micro-batches. Pass a divisor of it.",
+                code="batch.micro-batches",
             )
         windows = self.windows_of(step, range(micro_batch * rows, (micro_batch + 1) * rows))
         return self._rows(windows, len(self.stream) - 1)
@@ -117,7 +122,10 @@ class CausalBatches:
         The last window is padded with label -100 and input 0. The last batch may have fewer rows.
         """
         if max_tokens is not None and max_tokens < 1:
-            raise ConfigError(f"max_tokens: {max_tokens} evaluates nothing. Pass a positive number, or None for all.")
+            raise ConfigError(
+                f"max_tokens: {max_tokens} evaluates nothing. Pass a positive number, or None for all.",
+                code="evaluation.max-tokens",
+            )
         # `or` treats None as no limit; 0 was refused above.
         targets = min(len(self.stream) - 1, max_tokens or len(self.stream))
         windows = -(-targets // self.sequence_length)

@@ -119,14 +119,16 @@ def cached(
             except Damaged as damage:
                 if just_written:
                     raise StorageError(
-                        f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+                        f"{damage}, though it was just written. Check the disk, or pass another cache folder.",
+                        code="cache.damaged",
                     ) from damage
                 notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
             if not just_written:
                 with new_folder(path, _is_whole) as draft:
                     _write(draft, path.name, dtypes, fill)
     raise StorageError(
-        f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder."
+        f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder.",
+        code="cache.removed",
     )
 
 

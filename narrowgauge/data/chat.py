@@ -32,7 +32,8 @@ def chat_template(tokenizer: Any) -> str:
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             f"{tokenizer.name_or_path or type(tokenizer).__name__}: no chat template: {reason(error)} "
-            "Use a chat model's tokenizer, set tokenizer.chat_template, or give prompts and completions."
+            "Use a chat model's tokenizer, set tokenizer.chat_template, or give prompts and completions.",
+            code="chat.no-template",
         ) from None
 
 
@@ -44,19 +45,26 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         raise DataError(
-            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. Write JSONL or Parquet.'
+            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. Write JSONL or Parquet.',
+            code="chat.messages",
         )
     for number, turn in enumerate(messages):
         # Templates index turns by role and would raise an obscure Jinja error.
         if not isinstance(turn.get("role"), str):
-            raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
+            raise DataError(
+                f"{origin}: message {number} has no role. Give each message a role and a content.", code="chat.no-role"
+            )
         if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
             raise DataError(
                 f"{origin}: message {number} is an answer without content, which teaches ending the turn at once. Add it, or "
-                "remove the row."
+                "remove the row.",
+                code="chat.empty-answer",
             )
     if not any(turn["role"] == "assistant" for turn in messages):
-        raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")
+        raise DataError(
+            f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.",
+            code="chat.no-answer",
+        )
     return messages
 
 
@@ -82,7 +90,8 @@ def answers(
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise DataError(
                 f"{origin}: the chat template renders answer {turn} differently once more turns follow. Pass train_on='last', "
-                "split the chat into one row per answer, or use a template with {% generation %} marks."
+                "split the chat into one row per answer, or use a template with {% generation %} marks.",
+                code="chat.unstable-template",
             )
         spans.append((len(before), len(through)))
     return text, spans
@@ -111,6 +120,7 @@ def _rendered(
         )
     except Exception as error:  # a template can raise anything
         raise DataError(
-            f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
+            f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns.",
+            code="chat.template-refuses",
         ) from error
     return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]

@@ -52,9 +52,14 @@ class Choices(Task):
 
     def __post_init__(self) -> None:
         if self.context is None and self.question is None:
-            raise ConfigError("Choices: neither context nor question. Name the column of one at least.")
+            raise ConfigError(
+                "Choices: neither context nor question. Name the column of one at least.", code="choices.no-context"
+            )
         if not self.choices or len(set(self.columns)) != len(self.columns):
-            raise ConfigError(f"Choices: columns {self.columns}. Name each once, and one with choices at least.")
+            raise ConfigError(
+                f"Choices: columns {self.columns}. Name each once, and one with choices at least.",
+                code="choices.columns",
+            )
 
     @property
     def columns(self) -> list[str]:
@@ -107,14 +112,23 @@ class Choices(Task):
         """
         choices, names = self._choices(row)
         if len(choices) < 2:
-            raise DataError(f"{row.origin}: {len(choices)} choices, and two at least are needed. Correct the row.")
+            raise DataError(
+                f"{row.origin}: {len(choices)} choices, and two at least are needed. Correct the row.",
+                code="choices.too-few",
+            )
         for place, choice in enumerate(choices):
             if not isinstance(choice, str) or not choice.strip():
-                raise DataError(f"{row.origin}: choice {place} is {choice!r:.60}, and must be a text. Correct the row.")
+                raise DataError(
+                    f"{row.origin}: choice {place} is {choice!r:.60}, and must be a text. Correct the row.",
+                    code="choices.choice",
+                )
             refuse_half_a_pair(choice, f"{row.origin}: choice {place}")
         asked = [row.text(column) for column in (self.context, self.question) if column is not None]
         if not "".join(asked).strip():
-            raise DataError(f"{row.origin}: there is neither a context nor a question. Correct the row, or remove it.")
+            raise DataError(
+                f"{row.origin}: there is neither a context nor a question. Correct the row, or remove it.",
+                code="choices.empty-row",
+            )
         first, *more = asked
         pairs: list[tuple[str, str]] = [(first, " ".join((*more, choice))) for choice in choices]
         return pairs, self._label(row, len(choices), names)
@@ -142,7 +156,8 @@ class Choices(Task):
         if not isinstance(value, list):
             raise DataError(
                 f"{row.origin}: column {self.choices[0]!r} holds no list of texts, and no object with the lists 'text' and 'label'. "
-                "Write one of them, or name the columns of all choices with commas."
+                "Write one of them, or name the columns of all choices with commas.",
+                code="choices.list",
             )
         return value, []
 
@@ -161,7 +176,8 @@ class Choices(Task):
             else f"a number from 0 to {count - 1} or a letter from A to {LETTERS[min(count, len(LETTERS)) - 1]}"
         )
         raise DataError(
-            f"{row.origin}: label {value!r} in column {self.label!r} names none of {count} choices: it must be {kinds}. Correct the row."
+            f"{row.origin}: label {value!r} in column {self.label!r} names none of {count} choices: it must be {kinds}. Correct the row.",
+            code="choices.label",
         )
 
 

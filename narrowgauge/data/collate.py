@@ -71,16 +71,23 @@ class Collator:
 
     def __post_init__(self) -> None:
         if self.attention not in ("mask", "positions", "varlen"):
-            raise ConfigError(f"Collator: attention {self.attention!r}. Pass 'mask', 'positions' or 'varlen'.")
+            raise ConfigError(
+                f"Collator: attention {self.attention!r}. Pass 'mask', 'positions' or 'varlen'.",
+                code="collator.attention",
+            )
         if self.pad_id < 0:
-            raise ConfigError(f"Collator: pad_id {self.pad_id} is no token id. Pass pad_id_of(tokenizer).")
+            raise ConfigError(
+                f"Collator: pad_id {self.pad_id} is no token id. Pass pad_id_of(tokenizer).", code="collator.pad-id"
+            )
 
     def __call__(self, items: Sequence[Example | Sequence[Example]]) -> Batch:
         if not items:
-            raise DataError("Collator: the batch is empty. Pass at least one example.")
+            raise DataError("Collator: the batch is empty. Pass at least one example.", code="collator.empty")
         packed = [item for item in items if not isinstance(item, dict)]
         if 0 < len(packed) < len(items):
-            raise DataError("Collator: the batch mixes examples with packed rows. Pass one kind.")
+            raise DataError(
+                "Collator: the batch mixes examples with packed rows. Pass one kind.", code="collator.mixed"
+            )
         if packed:
             return self._packed(packed)
         examples = [item for item in items if isinstance(item, dict)]
@@ -147,7 +154,9 @@ class Collator:
         found = np.array(labels)
         if found.shape != (tokens,):
             raise ConfigError(
-                f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only one for each token. Leave row_length out."
+                f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only one for "
+                f"each token. Leave row_length out.",
+                code="collator.labels",
             )
         if self.shifted:
             found[:1] = IGNORED
@@ -239,12 +248,14 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
     if not found.leak <= 1e-5 + 4 * found.noise:
         raise ConfigError(
             f"check_packing: {what} mixes packed documents: changing one moves another's logits by {found.leak:.2g} of the "
-            f"largest (equal calls: {found.noise:.2g}). {step}"
+            f"largest (equal calls: {found.noise:.2g}). {step}",
+            code="packing.mixes",
         )
     if not found.alone <= tolerance + 4 * found.noise:
         raise ConfigError(
             f"check_packing: {what} sees a packed document otherwise than alone: its logits differ by {found.alone:.2g} of the "
-            f"largest, more than {tolerance:g}. Its positions may not restart. {step}"
+            f"largest, more than {tolerance:g}. Its positions may not restart. {step}",
+            code="packing.positions",
         )
     return found
 

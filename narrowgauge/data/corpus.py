@@ -136,7 +136,10 @@ def prepare(
     written.
     """
     if not 0 <= validation_fraction < 1:
-        raise ConfigError(f"validation_fraction: {validation_fraction} is not in [0, 1). 0 holds nothing out.")
+        raise ConfigError(
+            f"validation_fraction: {validation_fraction} is not in [0, 1). 0 holds nothing out.",
+            code="corpus.validation-fraction",
+        )
     read = partial(documents, source, column=column, separator=separator)
     job = _Job(shown(source), read, tokenizer, validation_fraction, seed)
     arrays = dict.fromkeys(SIDES, token_dtype(job.vocabulary - 1))
@@ -172,7 +175,8 @@ def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
     if largest >= model_vocabulary:
         raise DataError(
             f"{corpus.summary['source']}: the data holds token id {largest}, but the model's vocabulary has {model_vocabulary} "
-            f"entries. Use the tokenizer that belongs to the model, or a model with vocab_size {largest + 1} or more."
+            f"entries. Use the tokenizer that belongs to the model, or a model with vocab_size {largest + 1} or more.",
+            code="corpus.vocabulary",
         )
 
 
@@ -230,7 +234,8 @@ class _Job:
             if int(counts[side].sum()) == ends[side] and (side == TRAIN or self.split.fraction > 0):
                 raise DataError(
                     f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split {self.split.words}). "
-                    "Pass more text, or another validation_fraction."
+                    "Pass more text, or another validation_fraction.",
+                    code="corpus.no-tokens",
                 )
         total = counts[TRAIN] + counts[VALIDATION]
         share = counts[TRAIN][counts[TRAIN] > 0] / counts[TRAIN].sum()
@@ -262,7 +267,8 @@ class _Job:
                 yield side, last, True
         if content.hexdigest() != self.facts["content_hash"]:
             raise DataError(
-                f"{self.source}: the data changed while it was read. Start again when nothing writes to it."
+                f"{self.source}: the data changed while it was read. Start again when nothing writes to it.",
+                code="data.changed",
             )
 
 

@@ -123,7 +123,8 @@ class Encoder:
         if self._slow_texts > SLOW_ROWS and not self.allow_slow:
             raise ConfigError(
                 f"{self.name}: {type(self.tokenizer).__name__} is a slow tokenizer, written in Python, and the data has more "
-                f"than {SLOW_ROWS} texts. Pass one with tokenizer.json, or allow_slow=True to wait for it."
+                f"than {SLOW_ROWS} texts. Pass one with tokenizer.json, or allow_slow=True to wait for it.",
+                code="tokenizer.slow",
             )
         cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
         found = []
@@ -218,7 +219,8 @@ class Encoder:
     def _no_spans(self, what: str) -> ConfigError:
         return ConfigError(
             f"{self.name}: a slow tokenizer does not know which characters a token covers, but {what} need that. "
-            "Load it with its tokenizer.json."
+            "Load it with its tokenizer.json.",
+            code="tokenizer.no-offsets",
         )
 
     def check_start(self, ids: Values, origin: str) -> None:
@@ -229,7 +231,8 @@ class Encoder:
             token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
             raise DataError(
                 f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "
-                "Take it out of the text, or out of the chat template."
+                "Take it out of the text, or out of the chat template.",
+                code="tokenizer.doubled-token",
             )
 
 

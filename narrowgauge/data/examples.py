@@ -118,10 +118,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.")
+            raise ConfigError(
+                f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.",
+                code="examples.max-length",
+            )
         if self.too_long not in ("error", "truncate", "skip") or self.no_target not in ("error", "skip"):
             raise ConfigError(
-                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long."
+                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long.",
+                code="examples.policy",
             )
 
 
@@ -164,7 +168,9 @@ class _Job:
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
         if task.windows and limits.too_long == "truncate":
-            raise ConfigError("too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.")
+            raise ConfigError(
+                "too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.", code="examples.windows"
+            )
         self.fields = task.arrays(encoder)
         self.content = self._content()
         facts = {
@@ -205,7 +211,8 @@ class _Job:
         # key.
         if self._content() != self.content:
             raise DataError(
-                f"{shown(self.source)}: the data changed while it was read. Start again when nothing writes to it."
+                f"{shown(self.source)}: the data changed while it was read. Start again when nothing writes to it.",
+                code="data.changed",
             )
         return {
             "source": shown(self.source),
@@ -262,7 +269,8 @@ class _Job:
                 other = NO_CUT if self.task.windows else "'truncate' or 'skip'"
                 raise DataError(
                     f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
-                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}."
+                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}.",
+                    code="examples.too-long",
                 )
             done = "cut" if limits.too_long == "truncate" else "left out"
             notes.append(
@@ -275,9 +283,12 @@ class _Job:
                 masked = ", all their labels are masked" if what == "target" else ""
                 raise DataError(
                     f"{source}: {count} of {rows} rows have no {what}{masked}; the first is {self.first['no_target']}. "
-                    "Correct them, or set no_target to 'skip'."
+                    "Correct them, or set no_target to 'skip'.",
+                    code="examples.no-target",
                 )
             notes.append(f"{count} of {rows} rows had no {what} and were left out.")
         if not self.counts["examples"]:
-            raise DataError(f"{source}: no row is left of {rows}. Pass more data, or other limits.")
+            raise DataError(
+                f"{source}: no row is left of {rows}. Pass more data, or other limits.", code="examples.none-left"
+            )
         return notes

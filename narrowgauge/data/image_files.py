@@ -55,7 +55,9 @@ class Picture(NamedTuple):
         if isinstance(self.source, bytes):
             return self.source
         if not self.source.is_file():
-            raise DataError(f"{self.row.origin}: there is no picture {shown(self.source)}. Correct the path.")
+            raise DataError(
+                f"{self.row.origin}: there is no picture {shown(self.source)}. Correct the path.", code="image.missing"
+            )
         return reading.bytes_of(self.source, PICTURE)
 
 
@@ -69,7 +71,9 @@ def pictures(
     name = os.fspath(source)
     if Path(name).is_dir():
         if header is not None:
-            raise ConfigError(f"{shown(name)}: header is for CSV and TSV files alone. Leave it out.")
+            raise ConfigError(
+                f"{shown(name)}: header is for CSV and TSV files alone. Leave it out.", code="table.header"
+            )
         yield from _of_folder(Path(name), image, label)
         return
     for path in files_of(name):
@@ -85,12 +89,14 @@ def _of_folder(folder: Path, image: str, label: str) -> Iterator[Picture]:
         if path.suffix.lower() not in SUFFIXES:
             if rest:
                 raise DataError(
-                    f"{shown(path)}: no picture by its name. Remove it; pictures end in {', '.join(sorted(SUFFIXES))}."
+                    f"{shown(path)}: no picture by its name. Remove it; pictures end in {', '.join(sorted(SUFFIXES))}.",
+                    code="image.suffix",
                 )
             continue
         if not rest:
             raise DataError(
-                f"{shown(path)}: a picture beside the folders of classes is of no class. Move it into one of them."
+                f"{shown(path)}: a picture beside the folders of classes is of no class. Move it into one of them.",
+                code="image.no-class",
             )
         found.add(first)
         yield Picture(path, Record({image: path, label: first}, shown(path)))
@@ -98,7 +104,10 @@ def _of_folder(folder: Path, image: str, label: str) -> Iterator[Picture]:
     with readable(folder, "listed"):
         classes = {each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")}
     if empty := sorted(classes - found):
-        raise DataError(f"{shown(folder / empty[0])}: this class has no picture. Add some, or remove the folder.")
+        raise DataError(
+            f"{shown(folder / empty[0])}: this class has no picture. Add some, or remove the folder.",
+            code="image.empty-class",
+        )
 
 
 def _source_of(row: Record, column: str, folder: Path) -> Path | bytes:
@@ -117,7 +126,8 @@ def _source_of(row: Record, column: str, folder: Path) -> Path | bytes:
     held = f"{'' if value else 'empty '}{JSON_TYPES.get(type(value), type(value).__name__)}"
     raise DataError(
         f"{row.origin}: column {column!r} holds {held}, neither the path nor the bytes of a picture. Correct the row, or name another "
-        "image_column."
+        "image_column.",
+        code="image.cell",
     )
 
 
@@ -138,14 +148,18 @@ def decoded(raw: bytes, origin: str, channels: int) -> tuple[Image, bool]:
             mode = image.mode
             turned = ImageOps.exif_transpose(image)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(f"{origin}: {reason(error)} Make the picture smaller, or remove it.") from None
+        raise DataError(
+            f"{origin}: {reason(error)} Make the picture smaller, or remove it.", code="image.too-large"
+        ) from None
     except Exception as error:  # Pillow's decoders raise arbitrary exceptions on damaged files
         raise DataError(
-            f"{origin}: cannot be decoded as a picture ({', '.join(FORMATS)}): {reason(error)}. Write it again, or remove it."
+            f"{origin}: cannot be decoded as a picture ({', '.join(FORMATS)}): {reason(error)}. Write it again, or remove it.",
+            code="image.undecodable",
         ) from None
     if mode.startswith(WIDE_MODES):
         raise DataError(
-            f"{origin}: its pixels have more than 8 bits (mode {mode}), which a conversion would clip. Save it in 8 bits."
+            f"{origin}: its pixels have more than 8 bits (mode {mode}), which a conversion would clip. Save it in 8 bits.",
+            code="image.depth",
         )
     # A palette image stores its transparent colour in `info`.
     is_transparent = mode in ("RGBA", "LA", "PA") or "transparency" in image.info

@@ -79,7 +79,7 @@ class Preprocessing:
         """Settings from the contents of a `preprocessor_config.json`."""
         unknown = [key for key, value in known.items() if key.startswith("do_") and value and key not in STEPS]
         if unknown:
-            raise ConfigError(f"asks for {', '.join(unknown)}, which is not done here")
+            raise ConfigError(f"asks for {', '.join(unknown)}, which is not done here", code="image-processor.unknown")
         resize: tuple[int, int] | int | None = None
         crop: tuple[int, int] | None = None
         if known.get("do_resize", True):
@@ -92,9 +92,14 @@ class Preprocessing:
             crop, resize = whole, int(resize / known["crop_pct"]) if resize < WHOLE_BELOW else whole
         seen = crop if crop is not None else resize
         if not isinstance(seen, tuple):
-            raise ConfigError(f"size {known.get('size')} leaves pictures of different sizes; a model reads one")
+            raise ConfigError(
+                f"size {known.get('size')} leaves pictures of different sizes; a model reads one",
+                code="image-processor.unequal",
+            )
         if crop is not None and resize is not None and min(_pair(resize)) < max(crop) and _pair(resize) != crop:
-            raise ConfigError(f"crops {crop} from pictures resized to {resize}, which may be smaller")
+            raise ConfigError(
+                f"crops {crop} from pictures resized to {resize}, which may be smaller", code="image-processor.crop"
+            )
         normalizes = known.get("do_normalize", True)
         found = cls(
             height=seen[0], width=seen[1], resize=resize, resample=int(known.get("resample", BILINEAR)),
@@ -103,7 +108,10 @@ class Preprocessing:
             deviation=_of_channels(known["image_std"], channels) if normalizes else (1.0,) * channels,
         )  # fmt: skip
         if found.resample not in RESAMPLES or not all(found.deviation):
-            raise ConfigError(f"resample {found.resample} or image_std {list(found.deviation)} cannot be used")
+            raise ConfigError(
+                f"resample {found.resample} or image_std {list(found.deviation)} cannot be used",
+                code="image-processor.numbers",
+            )
         return found
 
     @property
@@ -127,7 +135,8 @@ class Preprocessing:
         if left < 0 or top < 0:
             raise ConfigError(
                 f"{origin}: {image.size[0]} x {image.size[1]} pixels, fewer than the {self.width} x {self.height} that are cut out of "
-                "its middle. Give the model's preprocessor_config.json do_resize, or remove it and set image_size."
+                "its middle. Give the model's preprocessor_config.json do_resize, or remove it and set image_size.",
+                code="image.too-small",
             )
         if (self.width, self.height) != image.size:
             image = image.crop((left, top, left + self.width, top + self.height))
@@ -174,7 +183,7 @@ def _edges(size: Any) -> tuple[int, int] | int:
         size = {"height": size, "width": size}
     edges = [size[key] for key in (("shortest_edge",) if "shortest_edge" in size else ("height", "width"))]
     if any(isinstance(edge, bool) or not isinstance(edge, int) or edge < 1 for edge in edges):
-        raise ConfigError(f"size {size} is no number of pixels")
+        raise ConfigError(f"size {size} is no number of pixels", code="image-processor.size")
     return edges[0] if len(edges) == 1 else (edges[0], edges[1])
 
 
@@ -185,7 +194,9 @@ def _pair(size: tuple[int, int] | int) -> tuple[int, int]:
 def _of_channels(numbers: Any, channels: int) -> tuple[float, ...]:
     found = tuple(map(float, numbers if isinstance(numbers, list | tuple) else [numbers] * channels))
     if len(found) != channels:
-        raise ConfigError(f"has numbers for {len(found)} channels, and the model reads {channels}")
+        raise ConfigError(
+            f"has numbers for {len(found)} channels, and the model reads {channels}", code="image-processor.channels"
+        )
     return found
 
 

@@ -113,7 +113,8 @@ def prepare_images(
         count += 1
     if not count:
         raise DataError(
-            f"{name}: holds no picture. Pass a folder with a folder of pictures for each class, or a table."
+            f"{name}: holds no picture. Pass a folder with a folder of pictures for each class, or a table.",
+            code="image.none",
         )
     content = digest.hexdigest()
     # Pillow's version is part of the key: its filters may change between releases.
@@ -136,7 +137,8 @@ def prepare_images(
         # A file that changed between the two readings would be cached under the wrong key.
         if again.hexdigest() != content:
             raise DataError(
-                f"{name}: the pictures changed while they were read. Start again when nothing writes to them."
+                f"{name}: the pictures changed while they were read. Start again when nothing writes to them.",
+                code="data.changed",
             )
         said = [note.replace("{count}", str(number)) for note, number in notes.items() if number]
         return {"source": name, "content_hash": content, "rows": count, "notes": said}
@@ -154,7 +156,8 @@ def _refuse_full(folder: Path, needed: int, count: int, size: Preprocessing) -> 
     if needed > free:
         raise StorageError(
             f"{shown(folder)}: {count:,} pictures of {size.height} x {size.width} pixels take {needed / 2**30:.1f} GiB in the cache, "
-            f"and the disk has {free / 2**30:.1f} GiB left. Free some, lower image_size, or pass another cache folder."
+            f"and the disk has {free / 2**30:.1f} GiB left. Free some, lower image_size, or pass another cache folder.",
+            code="image.cache-space",
         )
 
 

@@ -80,29 +80,37 @@ class Batching:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.token_budget is None):
             raise ConfigError(
-                f"batching: batch_size {self.batch_size} and token_budget {self.token_budget}. Pass exactly one of them."
+                f"batching: batch_size {self.batch_size} and token_budget {self.token_budget}. Pass exactly one of them.",
+                code="batching.size",
             )
         for name in ("batch_size", "token_budget", "row_length", "world", "classes"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"batching: {name} {value} is not a positive number.")
+                raise ConfigError(f"batching: {name} {value} is not a positive number.", code="batching.not-positive")
         for name in ("multiple", "tokens_multiple"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
-                raise ConfigError(f"batching: {name} {value} is not a power of two. Pass 8 or 16, or 1 for none.")
+                raise ConfigError(
+                    f"batching: {name} {value} is not a power of two. Pass 8 or 16, or 1 for none.",
+                    code="batching.power-of-two",
+                )
         for name, known in (
             ("ragged", ("smaller", "drop", "repeat")), ("too_long", ("error", "skip")), ("order", ("length", "shuffled")),
         ):  # fmt: skip
             if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.")
+                raise ConfigError(
+                    f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.", code="batching.choice"
+                )
         if self.row_length is not None and self.row_length % self.tokens_multiple:
             raise ConfigError(
                 f"batching: row_length {self.row_length} is no multiple of tokens_multiple {self.tokens_multiple}. Pass "
-                f"{round_up(self.row_length, self.tokens_multiple)}."
+                f"{round_up(self.row_length, self.tokens_multiple)}.",
+                code="batching.row-multiple",
             )
         if self.row_length is not None and self.token_budget is not None and self.token_budget < self.row_length:
             raise ConfigError(
                 f"batching: token_budget {self.token_budget} holds no row of row_length {self.row_length}. "
-                "Pass a larger budget or a shorter row."
+                "Pass a larger budget or a shorter row.",
+                code="batching.budget",
             )
 
     def rows(self, width: int) -> int:
@@ -178,7 +186,9 @@ def plan(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.min()) < 1:
-        raise DataError(f"plan: example {int(np.argmin(sizes))} has no tokens. Leave it out of the data.")
+        raise DataError(
+            f"plan: example {int(np.argmin(sizes))} has no tokens. Leave it out of the data.", code="plan.empty-example"
+        )
     fitting = _fitting(sizes, batching)
     chosen = np.arange(len(sizes)) if among is None else np.asarray(among, dtype=np.int64)
     skipped = chosen[~fitting[chosen]].tolist()
@@ -233,7 +243,8 @@ def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.
         raise DataError(
             f"plan: {int((~fitting).sum())} of {len(sizes)} examples do not fit {what} {getattr(batching, what)}, which holds "
             f"{limit} tokens; the longest has {int(sizes.max())} (example {int(np.argmax(sizes))}). Pass a larger one, truncate the "
-            "examples, or leave them out with too_long='skip'."
+            "examples, or leave them out with too_long='skip'.",
+            code="plan.example-too-long",
         )
     return fitting
 
@@ -303,7 +314,8 @@ def _groups(strata: Indices | None, count: int, batching: Batching) -> Indices |
     if batching.row_length is not None or len(strata) != count:
         raise ConfigError(
             f"plan: {len(strata)} strata for {count} examples, row_length {batching.row_length}. Pass one for each example that has a "
-            "row of its own, or stratify=False: packed rows have no stratum."
+            "row of its own, or stratify=False: packed rows have no stratum.",
+            code="plan.strata",
         )
     return np.asarray(strata, dtype=np.int64)
 
@@ -381,7 +393,8 @@ def _smaller(tail: range, width: int, batching: Batching) -> Iterator[range]:
         if not count:
             raise ConfigError(
                 f"batching: the last {len(tail)} examples do not go round {world} ranks in steps of at most {most} rows each. "
-                "Pass ragged='repeat' or ragged='drop', or larger batches."
+                "Pass ragged='repeat' or ragged='drop', or larger batches.",
+                code="batching.ranks",
             )
         yield tail[:count]
         tail = tail[count:]

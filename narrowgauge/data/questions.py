@@ -54,7 +54,7 @@ class Questions(Task):
 
     def __post_init__(self) -> None:
         if self.stride < 0:
-            raise ConfigError(f"Questions: stride {self.stride}. Pass 0 or more tokens.")
+            raise ConfigError(f"Questions: stride {self.stride}. Pass 0 or more tokens.", code="questions.stride")
 
     @property
     def columns(self) -> list[str]:
@@ -100,18 +100,23 @@ class Questions(Task):
         question, context = row.text(self.question), row.text(self.context)
         for column, text in ((self.question, question), (self.context, context)):
             if not text.strip():
-                raise DataError(f"{row.origin}: column {column!r} is empty. Correct the row, or remove it.")
+                raise DataError(
+                    f"{row.origin}: column {column!r} is empty. Correct the row, or remove it.",
+                    code="questions.empty-column",
+                )
         found = list(_pairs(row.values[self.answers], f"{row.origin}: column {self.answers!r}"))
         for text, start in found:
             there = context[start : start + len(text)] if start >= 0 else ""
             if there != text:
                 raise DataError(
                     f"{row.origin}: the answer {text!r} does not stand at character {start} of the context, where {there!r} is. "
-                    "Count characters (Unicode code points) from 0, and correct the row."
+                    "Count characters (Unicode code points) from 0, and correct the row.",
+                    code="questions.answer-place",
                 )
             if not text.strip():
                 raise DataError(
-                    f"{row.origin}: an answer is empty. A question without an answer has an empty list in column {self.answers!r}."
+                    f"{row.origin}: an answer is empty. A question without an answer has an empty list in column {self.answers!r}.",
+                    code="questions.empty-answer",
                 )
         return found
 
@@ -122,20 +127,26 @@ def _pairs(value: Any, where: str) -> Iterator[Answer]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise DataError(f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.") from None
+            raise DataError(
+                f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.", code="questions.json"
+            ) from None
     if isinstance(value, dict):
         lists = value.get("text"), value.get("answer_start")
         if not all(isinstance(each, list) for each in lists) or len(lists[0]) != len(lists[1]):  # type: ignore[arg-type]
             raise DataError(
-                f"{where} holds an object without equally long lists 'text' and 'answer_start'. Write {FORM}."
+                f"{where} holds an object without equally long lists 'text' and 'answer_start'. Write {FORM}.",
+                code="questions.lists",
             )
         value = [{"text": text, "answer_start": start} for text, start in zip(*lists, strict=True)]  # type: ignore[arg-type]
     if not isinstance(value, list):
-        raise DataError(f"{where} holds {value!r:.60}. Write {FORM}.")
+        raise DataError(f"{where} holds {value!r:.60}. Write {FORM}.", code="questions.answers")
     for each in value:
         text, start = (each.get(key) if isinstance(each, dict) else None for key in ("text", "answer_start"))
         if not isinstance(text, str) or not isinstance(start, int) or isinstance(start, bool):
-            raise DataError(f"{where} holds the answer {each!r:.60}. Write {FORM}, texts and whole numbers.")
+            raise DataError(
+                f"{where} holds the answer {each!r:.60}. Write {FORM}, texts and whole numbers.",
+                code="questions.answer",
+            )
         yield text, start
 
 

@@ -40,7 +40,9 @@ class Regression(Task):
 
     def __post_init__(self) -> None:
         if not self.labels or len(set(self.labels)) != len(self.labels) or not all(self.labels):
-            raise ConfigError(f"Regression: labels {self.labels!r}. Name each column with numbers once.")
+            raise ConfigError(
+                f"Regression: labels {self.labels!r}. Name each column with numbers once.", code="regression.labels"
+            )
 
     @property
     def columns(self) -> list[str]:
@@ -70,8 +72,12 @@ def number_of(row: Record, column: str) -> float:
     number = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise DataError(
-            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column."
+            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column.",
+            code="regression.not-a-number",
         )
     if not math.isfinite(number) or abs(number) > LARGEST:
-        raise DataError(f"{row.origin}: {value!r} in column {column!r} cannot be learnt. Correct the row or remove it.")
+        raise DataError(
+            f"{row.origin}: {value!r} in column {column!r} cannot be learnt. Correct the row or remove it.",
+            code="regression.not-finite",
+        )
     return float(number)

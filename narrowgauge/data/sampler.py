@@ -41,7 +41,10 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self, lengths: Sequence[int] | Indices, batching: Batching, *, strata: Indices | None = None, rank: int = 0
     ):
         if not 0 <= rank < batching.world:
-            raise ConfigError(f"LengthBatchSampler: rank {rank} of a world of {batching.world}; ranks count from 0.")
+            raise ConfigError(
+                f"LengthBatchSampler: rank {rank} of a world of {batching.world}; ranks count from 0.",
+                code="sampler.rank",
+            )
         self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
         # Without strata the setting has no effect, so states with and without it must be equal.
         self.batching, self.rank = replace(batching, stratify=batching.stratify and strata is not None), rank
@@ -62,7 +65,8 @@ class LengthBatchSampler(Sampler[list[Any]]):
             if steps > len(found):
                 raise CheckpointError(
                     f"LengthBatchSampler: the state is at step {steps} of an epoch of {len(found)} steps. Pass the state that was "
-                    "saved with these data."
+                    "saved with these data.",
+                    code="sampler.other-epoch",
                 )
             return found
 
@@ -121,7 +125,8 @@ class LengthBatchSampler(Sampler[list[Any]]):
         if not before + self._first <= done <= len(self):
             raise ConfigError(
                 f"LengthBatchSampler: step {done} is not in {before + self._first} to {len(self)}, the rest of epoch {self.epoch}. Pass "
-                "the number of batches that the loop has finished."
+                "the number of batches that the loop has finished.",
+                code="sampler.step",
             )
         segments = [*self._before, (self.batching, done - before)]
         return {
@@ -151,16 +156,19 @@ class LengthBatchSampler(Sampler[list[Any]]):
                 )
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(
-                f"LengthBatchSampler: not a state of this sampler: {error}. Pass what state_dict returned."
+                f"LengthBatchSampler: not a state of this sampler: {error}. Pass what state_dict returned.",
+                code="sampler.state",
             ) from error
         if lengths != self._data:
             raise CheckpointError(
                 f"LengthBatchSampler: the state belongs to other data than these {len(self.lengths)} examples: their lengths "
-                "differ. Resume with the data, tokenizer and limits of the saved run."
+                "differ. Resume with the data, tokenizer and limits of the saved run.",
+                code="sampler.other-data",
             )
         if strata != self._strata and any(batching.stratify for batching, _ in segments):
             raise CheckpointError(
                 "LengthBatchSampler: the batches of the state were stratified by other labels than are given here. Pass the strata "
-                "(`examples.strata`) of the saved run."
+                "(`examples.strata`) of the saved run.",
+                code="sampler.other-strata",
             )
         self._start(epoch, [segment for segment in segments if segment[1]])

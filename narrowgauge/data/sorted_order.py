@@ -45,6 +45,9 @@ def restore_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[A
     """
     if [len(batch) for batch in batches] != [len(result) for result in results]:
         given, needed = (sum(map(len, each)) for each in (results, batches))
-        raise DataError(f"restore_order: {given} results for {needed} examples. Pass one result per example.")
+        raise DataError(
+            f"restore_order: {given} results for {needed} examples. Pass one result per example.",
+            code="restore-order.count",
+        )
     by_index = dict(zip(chain.from_iterable(batches), chain.from_iterable(results), strict=True))
     return [by_index[index] for index in range(len(by_index))]

@@ -72,13 +72,22 @@ def documents(
     """
     name = os.fspath(source)
     if not name:
-        raise ConfigError("source: an empty string names nothing. Pass a file, a folder, a glob or stdlib.")
+        raise ConfigError(
+            "source: an empty string names nothing. Pass a file, a folder, a glob or stdlib.", code="source.empty"
+        )
     if separator == "":
-        raise ConfigError("separator: an empty string separates nothing. Pass None for form feeds.")
+        raise ConfigError(
+            "separator: an empty string separates nothing. Pass None for form feeds.", code="source.separator"
+        )
     if limit_bytes < 1:
-        raise ConfigError(f"limit_bytes: {limit_bytes} leaves room for no document. Pass a positive number.")
+        raise ConfigError(
+            f"limit_bytes: {limit_bytes} leaves room for no document. Pass a positive number.",
+            code="source.limit-bytes",
+        )
     if separator is not None and (name == STDLIB or name.startswith(HUB)):
-        raise ConfigError(f"{name}: separator is for plain text files alone. Leave it out.")
+        raise ConfigError(
+            f"{name}: separator is for plain text files alone. Leave it out.", code="source.separator-of-table"
+        )
     if name.startswith(HUB):
         return _usable(_hub_documents(name, *parse_hub_name(name), column), name, limit_bytes)
     if name == STDLIB:
@@ -105,21 +114,24 @@ def records(
     file.
     """
     if not columns or len(set(columns)) != len(columns):
-        raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")
+        raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.", code="source.columns")
     for path in files_of(os.fspath(source)):
         if path.suffix.lower() == ".json" and header is None:
             yield from json_rows(path, columns)
             continue
         if path.suffix.lower() not in TABLES:
             raise DataError(
-                f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))}."
+                f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))}.",
+                code="source.no-table",
             )
         yield from table_rows(path, columns, limit_bytes=limit_bytes, header=header)
 
 
 def _refuse_column(column: str | None, name: str) -> None:
     if column is not None:
-        raise ConfigError(f"{name}: column={column!r}, but plain text has no columns. Leave it out.")
+        raise ConfigError(
+            f"{name}: column={column!r}, but plain text has no columns. Leave it out.", code="source.column-of-text"
+        )
 
 
 def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[Document]:
@@ -138,7 +150,7 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
         yield document
     if empty:
         held = f"{passed_over} document{'s' * (passed_over > 1)}, all blank" if passed_over else "no document"
-        raise DataError(f"{shown(name)}: {held}. Pass a source that holds text.")
+        raise DataError(f"{shown(name)}: {held}. Pass a source that holds text.", code="source.holds-no-text")
 
 
 def files_of(name: str) -> list[Path]:
@@ -158,10 +170,14 @@ def files_of(name: str) -> list[Path]:
                 path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()
             ]:
                 return found
-            raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
+            raise DataError(
+                f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.",
+                code="source.pattern",
+            )
         if path.is_symlink():
             raise DataError(
-                f"{shown(path)}: a link to {os.readlink(path)!r}, where no file or folder is. Correct it, or pass the file itself."
+                f"{shown(path)}: a link to {os.readlink(path)!r}, where no file or folder is. Correct it, or pass the file itself.",
+                code="source.dangling-link",
             )
         parent = path.parent
         beside = sorted(os.listdir(parent)) if parent.is_dir() else []
@@ -170,7 +186,8 @@ def files_of(name: str) -> list[Path]:
             f" Closest: {near}." if near else "" if parent.is_dir() else f" The folder {shown(parent)} is missing too."
         )
         raise DataError(
-            f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {HUB}NAME or {STDLIB}."
+            f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {HUB}NAME or {STDLIB}.",
+            code="source.missing",
         )
 
 
@@ -198,12 +215,15 @@ def _folder_files(folder: Path) -> list[Path]:
     if found := [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]:
         return found
     if not files:
-        raise DataError(f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.")
+        raise DataError(
+            f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.", code="source.empty-folder"
+        )
     others = Counter(path.suffix for path in files)
     seen = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in others.most_common(5))
     raise DataError(
         f"{shown(folder)}: no text files below it, but {seen}. Name the files by a glob, such as "
-        f"'{shown(folder)}/**/*{next(iter(others))}'."
+        f"'{shown(folder)}/**/*{next(iter(others))}'.",
+        code="source.no-text",
     )
 
 
@@ -211,14 +231,18 @@ def _file_documents(path: Path, *, column: str | None, separator: str | None, li
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise DataError(
-            f"{shown(path)}: one JSON value per file is not read. Make it JSONL: jq -c '.[]' x.json > x.jsonl."
+            f"{shown(path)}: one JSON value per file is not read. Make it JSONL: jq -c '.[]' x.json > x.jsonl.",
+            code="source.json-value",
         )
     if suffix not in TABLES:
         _refuse_column(column, shown(path))
         yield from text_documents(path, separator=separator, limit_bytes=limit_bytes)
         return
     if separator is not None:
-        raise ConfigError(f"{shown(path)}: separator is for plain text files, this is a table. Leave it out.")
+        raise ConfigError(
+            f"{shown(path)}: separator is for plain text files, this is a table. Leave it out.",
+            code="source.separator-of-table",
+        )
     for row in table_rows(path, None if column is None else [column], limit_bytes=limit_bytes):
         for name in row.values:
             yield Document(row.text(name), row.origin)
@@ -234,14 +258,17 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     remedy = "Pass a file, a folder or a glob instead of stdlib."
     files = [path for path in below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
     if not files:
-        raise DataError(f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {remedy}")
+        raise DataError(
+            f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {remedy}",
+            code="source.stdlib",
+        )
     for path in files:
         origin = f"{STDLIB}/{path.relative_to(folder).as_posix()}"
         try:
             with tokenize.open(path) as file:
                 yield Document(file.read(), origin)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
-            raise DataError(f"{origin}: cannot be read: {error}. {remedy}") from error
+            raise DataError(f"{origin}: cannot be read: {error}. {remedy}", code="source.unreadable") from error
 
 
 def parse_hub_name(source: str) -> tuple[str, str | None, str]:
@@ -252,7 +279,9 @@ def parse_hub_name(source: str) -> tuple[str, str | None, str]:
     # The lookahead keeps the colon inside brackets, as in hf:NAME:train[:10%].
     name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))
     if len(rest) > 2 or not all([name, *rest]):
-        raise ConfigError(f"{source}: not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.")
+        raise ConfigError(
+            f"{source}: not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.", code="source.hub-name"
+        )
     return name, (rest[0] if len(rest) == 2 else None), (rest[-1] if rest else "train")
 
 
@@ -264,13 +293,16 @@ def _hub_documents(source: str, name: str, config: str | None, split: str, colum
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{source}: this needs the package datasets. Run: pip install datasets.") from None
+        raise ConfigError(
+            f"{source}: this needs the package datasets. Run: pip install datasets.", code="source.no-datasets"
+        ) from None
     try:
         found: Any = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # exceptions of datasets, the Hub, Arrow and the network
         raise DataError(
             f"{source}: datasets cannot load it: {type(error).__name__}: {reason(error)} "
-            "Check the name, the config, the split and the connection, or download the files and pass a glob."
+            "Check the name, the config, the split and the connection, or download the files and pass a glob.",
+            code="source.hub-fails",
         ) from error
     texts = [name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))]
     [column] = chosen_columns(None if column is None else [column], list(found.features), texts, source)

@@ -44,13 +44,14 @@ def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
 
 def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
     if not whole:
-        raise DataError(f"{name}: its list is empty. Pass a file that holds rows.")
+        raise DataError(f"{name}: its list is empty. Pass a file that holds rows.", code="squad.empty")
     for number, row in enumerate(whole):
         place = f"{name}[{number}]"
         if not isinstance(row, dict):
             held = JSON_TYPES.get(type(row), "a string")
             raise DataError(
-                f"{place}: holds {held}, not an object with a value for each column. Correct the row or remove it."
+                f"{place}: holds {held}, not an object with a value for each column. Correct the row or remove it.",
+                code="squad.no-object",
             )
         chosen = chosen_columns(columns, list(row), list(row), place)
         yield Record({column: row[column] for column in chosen}, place)
@@ -73,7 +74,10 @@ def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Recor
                 # SQuAD 2 lists plausible answers elsewhere (plausible_answers), so this is a
                 # contradiction.
                 if question.get("is_impossible") and row["answers"]:
-                    raise DataError(f"{place}: is_impossible is true, but there are answers. Correct the file.")
+                    raise DataError(
+                        f"{place}: is_impossible is true, but there are answers. Correct the file.",
+                        code="squad.impossible",
+                    )
                 yield Record({column: row[column] for column in chosen}, place)
 
 
@@ -82,12 +86,16 @@ def _listed(held: Any, place: str, key: str) -> Iterator[tuple[Any, str]]:
     found = _held(held, place, key)
     if not isinstance(found, list):
         raise DataError(
-            f"{place}: {key!r} is no list. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet)."
+            f"{place}: {key!r} is no list. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).",
+            code="squad.no-list",
         )
     return ((each, f"{place}.{key}[{number}]") for number, each in enumerate(found))
 
 
 def _held(held: Any, place: str, key: str) -> Any:
     if not isinstance(held, dict) or key not in held:
-        raise DataError(f"{place}: has no {key!r}. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).")
+        raise DataError(
+            f"{place}: has no {key!r}. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).",
+            code="squad.no-key",
+        )
     return held[key]

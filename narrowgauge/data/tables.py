@@ -49,7 +49,8 @@ class Record(NamedTuple):
             held = JSON_TYPES.get(type(value), type(value).__name__)
             known = f" ({value!r})" if isinstance(value, int | float) else ""
             raise DataError(
-                f"{self.origin}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it."
+                f"{self.origin}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it.",
+                code="table.cell",
             )
         refuse_half_a_pair(value, f"{self.origin}: column {column!r}")
         return value
@@ -64,7 +65,8 @@ def refuse_half_a_pair(value: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character {error.start}. Correct the row or "
-            "remove it."
+            "remove it.",
+            code="table.surrogate",
         ) from None
 
 
@@ -81,15 +83,19 @@ def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str],
         if column not in found:
             near = closest(column, found)
             hint = f" Closest: {near}." if near else ""
-            raise DataError(f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.")
+            raise DataError(
+                f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.", code="table.no-column"
+            )
     if columns is not None:
         return list(columns)
     if CONVENTIONAL_COLUMN in found:
         return [CONVENTIONAL_COLUMN]
     if not texts:
-        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.")
+        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.", code="table.no-text-column")
     if len(texts) > 1:
-        raise DataError(f"{where}: which column holds the text? Name it with `column`, one of {listing}.")
+        raise DataError(
+            f"{where}: which column holds the text? Name it with `column`, one of {listing}.", code="table.which-column"
+        )
     return list(texts)
 
 
@@ -108,7 +114,7 @@ def table_rows(
     if suffix in DELIMITERS:
         return _csv_rows(path, columns, limit_bytes, header)
     if header is not None:
-        raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.")
+        raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.", code="table.header")
     return _parquet_rows(path, columns) if suffix == ".parquet" else _jsonl_rows(path, columns, limit_bytes)
 
 
@@ -133,14 +139,19 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. Write one whole object per line."
+            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. Write one whole object per line.",
+            code="table.json",
         ) from None
     except (ValueError, RecursionError) as error:
         fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{where}: unusable JSON: {fault}. Correct the line or remove it.") from None
+        raise DataError(
+            f"{where}: unusable JSON: {fault}. Correct the line or remove it.", code="table.json-fault"
+        ) from None
     if not isinstance(row, dict):
         held = JSON_TYPES.get(type(row), "a string")
-        raise DataError(f'{where}: the line is {held}, not a JSON object. Write it as {{"text": ...}}.')
+        raise DataError(
+            f'{where}: the line is {held}, not a JSON object. Write it as {{"text": ...}}.', code="table.no-object"
+        )
     return row
 
 
@@ -158,7 +169,9 @@ def _repeated(names: Sequence[str]) -> list[str]:
 
 def _check_names(names: Sequence[str], where: str) -> None:
     if repeated := sorted(_repeated(names)):
-        raise DataError(f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.")
+        raise DataError(
+            f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.", code="table.repeated-name"
+        )
 
 
 def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[str] | None) -> Iterator[Record]:
@@ -173,7 +186,8 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
         # A single column with such a character is probably a file with another delimiter.
         if columns is None and len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
             raise DataError(
-                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV."
+                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV.",
+                code="table.separator",
             )
     else:
         return
@@ -181,10 +195,16 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
     for line, row in rows:
         where = f"{file}:{line}"
         if len(row) != len(names):
-            raise DataError(f"{where}: {len(row)} fields, but the header has {len(names)}. Correct or remove the row.")
+            raise DataError(
+                f"{where}: {len(row)} fields, but the header has {len(names)}. Correct or remove the row.",
+                code="table.fields",
+            )
         # The user named the columns, but the file has a header row as well.
         if may_be_header and row == names:
-            raise DataError(f"{where}: the first row repeats the names given for the columns. Leave them out.")
+            raise DataError(
+                f"{where}: the first row repeats the names given for the columns. Leave them out.",
+                code="table.first-row",
+            )
         may_be_header = False
         yield Record({column: row[place] for column, place in places.items()}, where)
 
@@ -209,7 +229,8 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
                 raise too_long(where, limit_bytes, remedy) from None
             fault = "a quotation mark is open to the end of the file" if "end of data" in str(error) else error
             raise DataError(
-                f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.'
+                f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.',
+                code="table.csv",
             ) from None
         finally:
             csv.field_size_limit(before)
@@ -225,7 +246,9 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
+        raise ConfigError(
+            f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.", code="table.no-pyarrow"
+        ) from None
     name, first = shown(path), 1
     with reading.opened(path, USERS):  # rejects pipes, on which pyarrow would block
         pass
@@ -242,7 +265,8 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names
         raise DataError(
-            f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again."
+            f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again.",
+            code="table.parquet",
         ) from error
 
 
@@ -258,6 +282,7 @@ def _batch_rows(batch: Any, file: str, first: int) -> list[dict[str, Any]]:
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{file}:{first + place}: column {column!r} is invalid UTF-8 at byte {error.start} of the value. "
-                    "Write the column as UTF-8, or store bytes as binary."
+                    "Write the column as UTF-8, or store bytes as binary.",
+                    code="table.utf8",
                 ) from None
         raise

@@ -59,7 +59,7 @@ class Tagging(Task):
 
     def __post_init__(self) -> None:
         if len(self.tags) < 2 or len(set(self.tags)) != len(self.tags):
-            raise ConfigError(f"Tagging: tags {self.tags!r}. Name at least two, each once.")
+            raise ConfigError(f"Tagging: tags {self.tags!r}. Name at least two, each once.", code="tagging.tags")
         in_spans(self.tags)
 
     @property
@@ -100,7 +100,8 @@ class Tagging(Task):
         listing = f"Closest: {near}." if near else f"Tags: {', '.join(map(repr, self.tags[:20]))}."
         raise DataError(
             f"{row.origin}: word {place + 1} ({words[place]!r}) has the tag {tags[place]!r}, which is none of the {len(self.tags)} tags. "
-            f"{listing} Correct the row, or name all tags as classes."
+            f"{listing} Correct the row, or name all tags as classes.",
+            code="tagging.tag",
         )
 
     def words_of(self, row: Record) -> Words:
@@ -110,7 +111,9 @@ class Tagging(Task):
         words, tags = (_listed(row, column) for column in (self.words, self.marks))
         if len(words) != len(tags):
             raise DataError(
-                f"{row.origin}: {len(words)} words in column {self.words!r} and {len(tags)} tags in {self.marks!r}. Give each word one tag."
+                f"{row.origin}: {len(words)} words in column {self.words!r} and {len(tags)} tags in "
+                f"{self.marks!r}. Give each word one tag.",
+                code="tagging.count",
             )
         check_marks(row, words, tags)
         return words, tags
@@ -125,7 +128,8 @@ def in_spans(tags: Sequence[str]) -> bool:
     if other:
         scheme = "Convert IOBES or BILOU to IOB2" if OTHER_MARKS.fullmatch(other) else "Write all of them in IOB2"
         raise ConfigError(
-            f"tags: {other!r} is neither 'O' nor begins with 'B-' or 'I-', as {marked[0]!r} does. {scheme}, or none with such marks."
+            f"tags: {other!r} is neither 'O' nor begins with 'B-' or 'I-', as {marked[0]!r} does. {scheme}, or none with such marks.",
+            code="tagging.scheme",
         )
     return True
 
@@ -136,12 +140,16 @@ def check_marks(row: Record, words: list[str], tags: list[str]) -> None:
     for place, (word, tag) in enumerate(zip(words, tags, strict=True), 1):
         where = f"{row.origin}: word {place} ({word!r})"
         if not word.strip() or not tag.strip():
-            raise DataError(f"{where}: {'the word' if not word.strip() else 'its tag'} is empty. Correct the row.")
+            raise DataError(
+                f"{where}: {'the word' if not word.strip() else 'its tag'} is empty. Correct the row.",
+                code="tagging.empty-word",
+            )
         mark = MARKED.fullmatch(tag)
         if mark and mark[1] == "I" and before not in (f"B-{mark[2]}", tag):
             raise DataError(
                 f"{where} has the tag {tag!r} behind {before!r}: in IOB2 a span begins with 'B-{mark[2]}'. Correct the row, or convert the "
-                "tags to IOB2."
+                "tags to IOB2.",
+                code="tagging.iob2",
             )
         before = tag
 
@@ -158,11 +166,17 @@ def _listed(row: Record, column: str) -> list[str]:
         except ValueError:
             return text.split()
     if not isinstance(value, list):
-        raise DataError(f"{row.origin}: column {column!r} holds {value!r:.60}, not a list. Write a list of strings.")
+        raise DataError(
+            f"{row.origin}: column {column!r} holds {value!r:.60}, not a list. Write a list of strings.",
+            code="tagging.no-list",
+        )
     for place, each in enumerate(value, 1):
         if not isinstance(each, str):
             hint = " Write the names of tags instead of their numbers." if isinstance(each, int) else " Write strings."
-            raise DataError(f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}")
+            raise DataError(
+                f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}",
+                code="tagging.entry",
+            )
         refuse_half_a_pair(each, f"{row.origin}: entry {place} of column {column!r}")
     return value
 
@@ -180,7 +194,8 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
             marked = None
     if not isinstance(marked, list):
         raise DataError(
-            f"{row.origin}: column {spans!r} holds no list. Write a list of objects with start, end and label."
+            f"{row.origin}: column {spans!r} holds no list. Write a list of objects with start, end and label.",
+            code="tagging.no-span-list",
         )
     places = [found.span() for found in WORD.finditer(text)]
     words, tags = [text[first:end] for first, end in places], [OUTSIDE] * len(places)
@@ -190,17 +205,21 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
             first, end, label = int(each["start"]), int(each["end"]), str(each["label"])
         except (TypeError, KeyError, ValueError):
             raise DataError(
-                f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three."
+                f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three.",
+                code="tagging.span",
             ) from None
         where = f"{row.origin}: the span {first} to {end} ({text[max(0, first) : max(0, end)]!r:.60})"
         # A span inside of a word would have no word to tag.
         if first not in starts or end not in ends or not label:
             raise DataError(
-                f"{where} does not begin and end with a word, or has no label. Correct the row; `end` is behind the last character."
+                f"{where} does not begin and end with a word, or has no label. Correct the row; `end` is behind the last character.",
+                code="tagging.span-ends",
             )
         covered = range(starts[first], ends[end] + 1)
         if not covered or any(tags[place] != OUTSIDE for place in covered):
-            raise DataError(f"{where} overlaps another span. A word has one tag: keep one of them.")
+            raise DataError(
+                f"{where} overlaps another span. A word has one tag: keep one of them.", code="tagging.overlap"
+            )
         for place in covered:
             tags[place] = f"{'B' if place == covered[0] else 'I'}-{label}"
     return words, tags
@@ -214,7 +233,8 @@ def tags_of(rows: Iterator[Record], task: Tagging, most: int) -> dict[str, str]:
             found.setdefault(tag, row.origin)
         if len(found) > most:
             raise DataError(
-                f"{row.origin}: up to here there are more than {most:,} different tags. Name another tags_column, or list the classes."
+                f"{row.origin}: up to here there are more than {most:,} different tags. Name another tags_column, or list the classes.",
+                code="tagging.too-many",
             )
     return found
 

@@ -55,7 +55,8 @@ def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
     if not total:
         raise DataError(
             f"step: no valid target in {len(batches)} micro-batches, every label is {IGNORED}. Check a coloured_sample of the "
-            "data, and how prompts are masked."
+            "data, and how prompts are masked.",
+            code="targets.none-valid",
         )
     return total
 

@@ -103,7 +103,7 @@ class Chat(_Causal):
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
-            raise ConfigError(f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.")
+            raise ConfigError(f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.", code="chat.train-on")
 
     @property
     def columns(self) -> list[str]:
@@ -162,7 +162,10 @@ class Classification(Task):
     def __post_init__(self) -> None:
         names = self.classes if isinstance(self.classes, tuple) else ()
         if self.count < 2 or len(set(names)) != len(names):
-            raise ConfigError(f"Classification: classes {self.classes!r}. Name at least two, each once.")
+            raise ConfigError(
+                f"Classification: classes {self.classes!r}. Name at least two, each once.",
+                code="classification.classes",
+            )
 
     @property
     def count(self) -> int:
@@ -203,13 +206,15 @@ class Classification(Task):
             listing = f"Closest: {near}." if near else f"Classes: {', '.join(map(repr, self.classes[:20]))}."
             raise DataError(
                 f"{row.origin}: label {value!r} in column {self.label!r} is none of the {self.count} classes. {listing} "
-                "Correct the row, or name all classes."
+                "Correct the row, or name all classes.",
+                code="classification.label",
             )
         number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value.strip()) else value
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise DataError(
                 f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. Correct the row, "
-                "pass the number of classes that the data has, or name them."
+                "pass the number of classes that the data has, or name them.",
+                code="classification.number",
             )
         return number
 

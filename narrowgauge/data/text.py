@@ -64,7 +64,7 @@ def readable(path: str | os.PathLike[str], doing: str = "read", step: str = "Che
         yield
     except OSError as error:
         where = shown(error.filename or path)
-        raise StorageError(f"{where}: cannot be {doing}: {error.strerror}. {step}") from error
+        raise StorageError(f"{where}: cannot be {doing}: {error.strerror}. {step}", code="text.unreadable") from error
 
 
 @contextmanager
@@ -75,13 +75,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """
     if path.suffix.lower() in UNPACK:
         raise DataError(
-            f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first."
+            f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first.",
+            code="text.compressed",
         )
     with reading.opened(path, USERS) as file:
         head = file.read(8)
         for magic, meaning in MAGIC.items():
             if head.startswith(magic):
-                raise DataError(f"{shown(path)}: the first bytes say that this is {meaning}.")
+                raise DataError(f"{shown(path)}: the first bytes say that this is {meaning}.", code="text.foreign")
         file.seek(len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0)
         yield file
 
@@ -107,13 +108,16 @@ def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
     column = bad - raw.rfind(b"\n", 0, bad)
     raise DataError(
         f"{shown(path)}:{bad_line}: invalid UTF-8, byte 0x{raw[bad]:02x} in column {column} (byte offset {offset + bad} of the file): "
-        f"{fault}. Convert the file, for example with iconv -f LATIN1 -t UTF-8, or leave it out."
+        f"{fault}. Convert the file, for example with iconv -f LATIN1 -t UTF-8, or leave it out.",
+        code="text.utf8",
     )
 
 
 def too_long(where: str, limit_bytes: int, remedy: str) -> DataError:
     """The error for a document above the limit."""
-    return DataError(f"{where}: a document of more than {limit_bytes} bytes, the limit_bytes. {remedy}")
+    return DataError(
+        f"{where}: a document of more than {limit_bytes} bytes, the limit_bytes. {remedy}", code="text.too-long"
+    )
 
 
 def separated(file: BinaryIO, separator: bytes, limit_bytes: int) -> Iterator[tuple[int, bytes]]:

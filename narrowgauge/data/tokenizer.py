@@ -70,10 +70,16 @@ def train_bpe(
     import tokenizers
 
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(f"vocab_size: {vocab_size} is below {SMALLEST_VOCABULARY}, the 256 bytes and {END_OF_TEXT}.")
+        raise ConfigError(
+            f"vocab_size: {vocab_size} is below {SMALLEST_VOCABULARY}, the 256 bytes and {END_OF_TEXT}.",
+            code="tokenizer.vocabulary-size",
+        )
     sample, digest, total_bytes = _sample(texts, sample_bytes)
     if not sample:
-        raise DataError("train_bpe: there is no text to train a tokenizer on. Pass a source that holds text.")
+        raise DataError(
+            "train_bpe: there is no text to train a tokenizer on. Pass a source that holds text.",
+            code="tokenizer.no-text",
+        )
     recipe = [digest, vocab_size, sample_bytes, MINIMUM_FREQUENCY, tokenizers.__version__]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     path = Path(folder) / f"bpe-{vocab_size}-{key}"
@@ -167,7 +173,8 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
         raise DataError(
-            f"{shown(name)}: no such folder. {_closest_folder(name)}Pass a folder with tokenizer.json, or a name on the Hub."
+            f"{shown(name)}: no such folder. {_closest_folder(name)}Pass a folder with tokenizer.json, or a name on the Hub.",
+            code="tokenizer.no-folder",
         )
     if os.path.isdir(name):
         # transformers opens the files itself, and would block on a named pipe.
@@ -178,12 +185,14 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{shown(name)}: {'' if os.path.isdir(name) else 'no folder here, and on the Hub '}no usable tokenizer: "
             f"{type(error).__name__}: {reason(error)} {_closest_folder(name)}Pass a folder with tokenizer.json, or a model's name on "
-            "the Hub."
+            "the Hub.",
+            code="tokenizer.unusable",
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{shown(name)}: {type(tokenizer).__name__} is a slow tokenizer, without tokenizer.json. "
-            "Pass a model with a fast tokenizer, or train one on the data."
+            "Pass a model with a fast tokenizer, or train one on the data.",
+            code="tokenizer.slow",
         )
     special = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
     # Without tokenizer files, transformers builds an empty tokenizer from the model's config.
@@ -191,7 +200,8 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if not any(entry.strip("▁Ġ \t\n") for entry in set(tokenizer.get_vocab()) - special):
         raise DataError(
             f"{shown(name)}: no tokenizer is there. transformers makes a {type(tokenizer).__name__} without a vocabulary of the model's "
-            "configuration, in which all text is unknown. Name the model's tokenizer with --tokenizer, or copy its files into the folder."
+            "configuration, in which all text is unknown. Name the model's tokenizer with --tokenizer, or copy its files into the folder.",
+            code="tokenizer.empty",
         )
     return cast("PreTrainedTokenizerFast", tokenizer)
 
@@ -244,12 +254,15 @@ def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
     if tokenizer.eos_token_id is None and tokenizer.mask_token_id is not None:
         raise DataError(
             f"{shown(tokenizer.name_or_path or 'tokenizer')}: it is the tokenizer of an encoder (with {tokenizer.mask_token!r}, without "
-            "an eos_token), and running text trains a model that writes. Name a decoder with --model, or a --task of encoders with a table."
+            "an eos_token), and running text trains a model that writes. Name a decoder with --model, "
+            "or a --task of encoders with a table.",
+            code="tokenizer.encoder",
         )
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{shown(tokenizer.name_or_path or 'tokenizer')}: it has no end-of-text token (eos_token). "
-            "Set one of its special tokens as eos_token, or train a tokenizer on the data."
+            "Set one of its special tokens as eos_token, or train a tokenizer on the data.",
+            code="tokenizer.no-end-of-text",
         )
     return int(tokenizer.eos_token_id)
 

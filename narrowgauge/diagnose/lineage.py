@@ -126,7 +126,9 @@ def read(folder: Path) -> Member:
     """Read a run folder. Raises ConfigError if it is not a run folder."""
     if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
-        raise ConfigError(f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.")
+        raise ConfigError(
+            f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.", code="compare.no-run"
+        )
     return Member(folder=folder, run=read_run(folder / "run.json"), events=read_metrics(folder / "metrics.jsonl"))
 
 
@@ -139,13 +141,17 @@ def compare(folders: Sequence[Path | str]) -> Compared:
     paths = [Path(each) for each in folders]
     # Resolved, so that a symbolic link and its target count as one run.
     if len({each.resolve() for each in paths}) < max(2, len(paths)):
-        raise ConfigError("compare: name two runs or more, each once; the first is what the others are compared with.")
+        raise ConfigError(
+            "compare: name two runs or more, each once; the first is what the others are compared with.",
+            code="compare.one-run",
+        )
     members = [read(each) for each in paths]
     first, *others = members
     for other in others:
         if problem := _apart(first, other):
             raise ConfigError(
-                f"compare: {other.name} {problem} {first.name}. Only runs on the same batches can be compared."
+                f"compare: {other.name} {problem} {first.name}. Only runs on the same batches can be compared.",
+                code="compare.other-batches",
             )
     controls = [(one, other) for one, other in combinations(members, 2) if are_control(one, other)]
     # A control repeats the verdict of its own run.

@@ -223,7 +223,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if kind == "step" and step <= reached:
                 raise ValueError(f"step = {step} comes after step {reached}, but only a resumption goes back")
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
+            raise ConfigError(
+                f"{path}:{place}: is not an event of a run: {error}. Remove the line.", code="run.event"
+            ) from None
         if kind in ("resume", "rewind"):
             events = {key: each for key, each in events.items() if each["step"] <= step or _stays(each, event)}
             reached = step - 1

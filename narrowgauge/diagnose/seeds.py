@@ -97,7 +97,10 @@ class Margin:
         except ValueError:
             value = math.nan
         if not match or not value > 0 or (match[2] and value >= 100):
-            raise ConfigError(f"margin = {text!r}: is no margin. Write a share as '0.25%', or a difference as '0.003'.")
+            raise ConfigError(
+                f"margin = {text!r}: is no margin. Write a share as '0.25%', or a difference as '0.003'.",
+                code="study.margin",
+            )
         return cls(value / 100, True) if match[2] else cls(value)
 
     @classmethod
@@ -341,7 +344,8 @@ def judge(
     absolute = margin.of(statistics.fmean(theirs[seed] for seed in seeds)) if seeds else 1.0
     if not absolute > 0:
         raise ConfigError(
-            f"margin = {margin}: is a share of {reference.name}'s mean {metric}, which is zero. Give a difference, as 0.01."
+            f"margin = {margin}: is a share of {reference.name}'s mean {metric}, which is zero. Give a difference, as 0.01.",
+            code="study.zero-mean",
         )
     assay = assay_of(reference, metric, absolute, control)
     limit = assay.margin if assay.is_sensitive else absolute

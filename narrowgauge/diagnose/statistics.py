@@ -65,7 +65,9 @@ def tensor_statistics(
     float.
     """
     if not x.is_floating_point():
-        raise ConfigError(f"tensor_statistics: x is {x.dtype}. Pass a float tensor; decode codes first.")
+        raise ConfigError(
+            f"tensor_statistics: x is {x.dtype}. Pass a float tensor; decode codes first.", code="statistics.dtype"
+        )
     wide = x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     scale = torch.as_tensor(scale, dtype=wide.dtype, device=wide.device)
     try:
@@ -73,7 +75,8 @@ def tensor_statistics(
     except RuntimeError:
         raise ShapeError(
             f"tensor_statistics: scale {list(scale.shape)} does not broadcast to x {list(x.shape)}. "
-            "Expand the scales of tiles to the shape of x first."
+            "Expand the scales of tiles to the shape of x first.",
+            code="statistics.scale",
         ) from None
     magnitude = wide.abs()
     finite = magnitude.isfinite()

@@ -91,6 +91,7 @@ def agreement_of(model: nn.Module) -> Agreement:
     found: Agreement | None = model.__dict__.get(ATTRIBUTE)
     if found is None:
         raise ConfigError(
-            f"agreement_of: this {type(model).__name__} was not distributed. Pass the module that distribute was given."
+            f"agreement_of: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",
+            code="distribute.not-distributed",
         )
     return found

@@ -52,7 +52,9 @@ def refuse_others(
             told: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(told, (dist.get_rank(), value), group=group)
             words = "; ".join(f"{own!r} on rank {rank}" for rank, own in _different(told))
-            raise ConfigError(f"distribute: ranks differ in {name}: {words}. Give all ranks the same.")
+            raise ConfigError(
+                f"distribute: ranks differ in {name}: {words}. Give all ranks the same.", code="distribute.ranks-differ"
+            )
 
 
 def _different(told: list[tuple[int, Any]]) -> list[tuple[int, Any]]:

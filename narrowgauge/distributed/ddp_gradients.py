@@ -142,7 +142,8 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
     except RuntimeError as error:
         raise ConfigError(
             f"distribute: this DistributedDataParallel refuses a communication hook: {str(error).splitlines()[0]} "
-            "Register none yourself."
+            "Register none yourself.",
+            code="distribute.comm-hook",
         ) from error
     model.__dict__[HOOK] = own
 
@@ -155,7 +156,8 @@ def _hops(made: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) ->
     if given != found:
         raise ConfigError(
             f"distribute: mesh {list(mesh.mesh.shape)} has the ranks {given}, but the model's group has {found}. "
-            "Give a mesh of the same ranks."
+            "Give a mesh of the same ranks.",
+            code="distribute.mesh-ranks",
         )
     return made.link(mesh.get_group(1)), made.link(mesh.get_group(0))
 

@@ -77,14 +77,17 @@ def _install(block: FSDPModule, made: Gradients, comm: ReduceScatter, across: Li
         if across is not None:
             _set(block, "set_all_reduce_hook", partial(_join, made, across))
     except ValueError as error:
-        raise ConfigError(f"distribute: {error} Shard each module over one mesh.") from error
+        raise ConfigError(
+            f"distribute: {error} Shard each module over one mesh.", code="distribute.one-mesh"
+        ) from error
 
 
 def _set(block: FSDPModule, method: str, value: Any) -> None:
     if not hasattr(block, method):
         raise ConfigError(
             f"distribute: torch {torch.__version__} has no FSDPModule.{method}, which these gradient messages need. "
-            'Install a newer torch, or use gradients="16bit" with reduce="mean".'
+            'Install a newer torch, or use gradients="16bit" with reduce="mean".',
+            code="distribute.old-torch",
         )
     getattr(block, method)(value)
     block.__dict__.setdefault(CHANGED, []).append(method)
@@ -113,7 +116,8 @@ def _check_mesh(own: Parameters, mesh: DeviceMesh) -> None:
         raise ConfigError(
             f"distribute: {own[0][0]} lies on a mesh whose axes have the ranks {axes}; with mesh {list(mesh.mesh.shape)} it should be "
             f"sharded over the ranks of a node, {within}, and not over {across}. "
-            "Call fully_shard(module, mesh=mesh[the last axis's name]), or leave mesh out."
+            "Call fully_shard(module, mesh=mesh[the last axis's name]), or leave mesh out.",
+            code="distribute.mesh-axes",
         )
 
 
@@ -153,7 +157,8 @@ class FsdpReduceScatter(ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise ConfigError(
                 f"gradient messages: FSDP2 asks for {op} in {self.name or 'the model'}, but narrow messages are summed. "
-                "Call set_force_sum_reduction_for_comms(True) after whatever turned it off."
+                "Call set_force_sum_reduction_for_comms(True) after whatever turned it off.",
+                code="gradient-messages.reduction",
             )
         link = self.made.link(group)
         rows = input_tensor.view(link.size, -1)

@@ -85,7 +85,8 @@ def _forms(own: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Form]
     for name, tensor in own.items():
         if tensor.is_meta:
             raise CheckpointError(
-                f"gathered: {name!r} is a meta tensor, without memory. Load or initialise the model first."
+                f"gathered: {name!r} is a meta tensor, without memory. Load or initialise the model first.",
+                code="distribute.meta-tensor",
             )
         earlier = first.setdefault(id(tensor), name)
         forms[name] = Form(_cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else "")

@@ -206,9 +206,14 @@ def _index_of(folder: Path) -> tuple[Manifest, Index]:
 def _refuse_other_folder(folder: Path) -> None:
     """Raise CheckpointError unless the folder is absent, empty or a checkpoint."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointError(f"{folder}: is not a folder. Choose another one for the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: is not a folder. Choose another one for the checkpoint.", code="checkpoint.not-a-folder"
+        )
     if folder.is_dir() and not (folder / NAME).exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.")
+        raise CheckpointError(
+            f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.",
+            code="checkpoint.other-files",
+        )
 
 
 def _of_nobody(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
@@ -247,7 +252,8 @@ def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: se
         more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
         raise CheckpointError(
             f"{folder}: a checkpoint of another state: {'; '.join(clauses[:SHOWN])}{more}. Load it into the model, recipe and "
-            "optimizer that wrote it, with the optimizer's state made first."
+            "optimizer that wrote it, with the optimizer's state made first.",
+            code="checkpoint.other-state",
         )
 
 

@@ -60,7 +60,8 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
     for place, (_, seen) in enumerate(told):
         if seen != told[0][1]:
             raise CheckpointError(
-                f"{what} is another one on rank {place} than on rank 0. Use a file system that all ranks share."
+                f"{what} is another one on rank {place} than on rank 0. Use a file system that all ranks share.",
+                code="checkpoint.unshared-files",
             )
     return result
 

@@ -117,6 +117,7 @@ def is_rehearsal() -> bool:
     if not any(hasattr(module.PipelineStage, name) for name in TRAINING):
         raise BackendError(
             f"distribute: PipelineStage of this torch has none of the methods {', '.join(TRAINING)}, so a micro-batch cannot be told "
-            "from the pass that finds shapes. Use torch 2.13."
+            "from the pass that finds shapes. Use torch 2.13.",
+            code="pipeline.old-torch",
         )
     return frame.f_code.co_name not in TRAINING

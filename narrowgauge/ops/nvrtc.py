@@ -85,7 +85,8 @@ def compiled(
         if status:
             raise BackendError(
                 f"nvrtc: {name} does not compile for compute capability {capability[0]}.{capability[1]}: {words.strip()}. "
-                "Report this, with the version of torch; backend='reference' computes the same."
+                "Report this, with the version of torch; backend='reference' computes the same.",
+                code="nvrtc.compile",
             )
         return _told(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), words
     finally:
@@ -104,7 +105,10 @@ def _check(status: int) -> None:
     if status:
         text = _compiler().nvrtcGetErrorString
         text.restype = ctypes.c_char_p
-        raise BackendError(f"nvrtc: {text(status).decode()}. Reinstall torch: NVRTC is a part of its CUDA builds.")
+        raise BackendError(
+            f"nvrtc: {text(status).decode()}. Reinstall torch: NVRTC is a part of its CUDA builds.",
+            code="nvrtc.missing",
+        )
 
 
 def _check_driver(status: int, what: str) -> None:
@@ -112,7 +116,9 @@ def _check_driver(status: int, what: str) -> None:
         words = ctypes.c_char_p()
         _driver_library().cuGetErrorString(status, ctypes.byref(words))
         reason = words.value.decode() if words.value else f"error {status}"
-        raise BackendError(f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.")
+        raise BackendError(
+            f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.", code="cuda.failed"
+        )
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ class Registry(Generic[Spec]):
         names = [kernel.name for kernel in self.kernels]
         if forced is not None and forced not in names:
             near = closest(forced, names) or ", ".join(names)
-            raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.")
+            raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.", code="kernel.unknown")
         refusals: list[tuple[str, Refusal]] = []
         for kernel in self.kernels:
             refusal = kernel.refuse(spec)
@@ -284,5 +284,8 @@ class Registry(Generic[Spec]):
                 refusals.append((kernel.name, refusal))
             if refusal is not None and named:
                 others = [other.name for other in self.kernels if other.refuse(spec) is None]
-                raise BackendError(f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.")
+                raise BackendError(
+                    f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.",
+                    code="kernel.refused",
+                )
         raise AssertionError(f"{self.op}: the reference refused {spec}")

@@ -81,7 +81,8 @@ class Check(Generic[Spec]):
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise BackendError(
                     f"{op}: {kernel.name} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
-                    "Run one step before the capture."
+                    "Run one step before the capture.",
+                    code="kernel.unchecked",
                 )
             RESULTS[key] = examine(op, kernel.run, self, kind, device)
             if (reason := RESULTS[key].reason) is not None:
@@ -122,7 +123,8 @@ def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable,
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"{op}: {device} has no memory left for the check of a kernel, which takes a few MiB. Free some, or "
-                f"lower the batch size. ({_first_line(error)})"
+                f"lower the batch size. ({_first_line(error)})",
+                code="memory.kernel-check",
             ) from error
         # Any exception of torch, cuBLAS or Triton is a reason for a refusal.
         except Exception as error:

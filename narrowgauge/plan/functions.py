@@ -83,10 +83,12 @@ def plan(
     """
     for argument, number, least in (("layers", layers, 0), ("micro_batches", micro_batches, 1)):
         if type(number) is not int or number < least:
-            raise ConfigError(f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.")
+            raise ConfigError(
+                f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.", code="plan.whole-number"
+            )
     for argument, words, example in (("card", card, "h100"), ("memory", memory, "24GiB")):
         if not isinstance(words, str):
-            raise ConfigError(f"plan: {argument} = {words!r}; it must be words such as {example!r}.")
+            raise ConfigError(f"plan: {argument} = {words!r}; it must be words such as {example!r}.", code="plan.words")
     made = _maker(model, layers)
     room = Room.of(card, memory)
 
@@ -121,28 +123,35 @@ def _one_number(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise ConfigError(
-            f"plan: loss(model, batch) returned {found}, which has no backward(). Return a tensor of one number."
+            f"plan: loss(model, batch) returned {found}, which has no backward(). Return a tensor of one number.",
+            code="plan.loss-type",
         )
     if not loss.requires_grad:
         raise ConfigError(
-            "plan: the loss depends on nothing that requires a gradient. Unfreeze a part of the model, or compute the loss from its output."
+            "plan: the loss depends on nothing that requires a gradient. Unfreeze a part of the model, "
+            "or compute the loss from its output.",
+            code="plan.no-gradient",
         )
     return loss
 
 
 def _maker(model: nn.Module | Callable[..., nn.Module], layers: int) -> Callable[[int], nn.Module]:
     if not callable(model):
-        raise ConfigError(f"plan: model = {model!r}; it must be a module, or a function that makes one.")
+        raise ConfigError(
+            f"plan: model = {model!r}; it must be a module, or a function that makes one.", code="plan.model"
+        )
     if isinstance(model, nn.Module):
         if layers:
             raise ConfigError(
                 f"plan: layers = {layers}, but a {type(model).__name__} has the layers that it has. Pass a function of their number, "
-                f"which is called with {FEW} and {MORE}, or leave layers out."
+                f"which is called with {FEW} and {MORE}, or leave layers out.",
+                code="plan.layers",
             )
         return lambda depth: _without_numbers(model)
     if layers and not inspect.signature(model).parameters:
         raise ConfigError(
-            f"plan: layers = {layers}, but the function that makes the model takes no argument. Let it take the number of layers."
+            f"plan: layers = {layers}, but the function that makes the model takes no argument. Let it take the number of layers.",
+            code="plan.no-argument",
         )
     return (lambda depth: model(depth)) if layers else (lambda depth: model())
 

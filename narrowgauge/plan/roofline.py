@@ -75,7 +75,8 @@ def time(done: Tally, card: Card, rates: Rates = RATES) -> Time:
     """
     if not card.peak or not card.bandwidth:
         raise ConfigError(
-            f"plan: how fast {card.name} is, is not known, so the time of a step is not either. Name a card, as in --card h100."
+            f"plan: how fast {card.name} is, is not known, so the time of a step is not either. Name a card, as in --card h100.",
+            code="plan.unknown-card",
         )
     by_kind, by_phase = dict.fromkeys(KINDS, 0.0), dict.fromkeys(PHASES, 0.0)
     host, launches, flops, forward = 0.0, 0.0, 0.0, 0.0

@@ -151,7 +151,8 @@ def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     lhs, rhs = given["self"], given["mat2"]
     if lhs.dtype != rhs.dtype:
         raise ConfigError(
-            f"plan: grouped_mm: its operands are {lhs.dtype} {list(lhs.shape)} and {rhs.dtype} {list(rhs.shape)}, of two types. Cast one."
+            f"plan: grouped_mm: its operands are {lhs.dtype} {list(lhs.shape)} and {rhs.dtype} {list(rhs.shape)}, of two types. Cast one.",
+            code="plan.grouped-mm",
         )
     narrow = {"self": lhs.to(torch.bfloat16), "mat2": rhs.to(torch.bfloat16), "out_dtype": None}
     form = torch.ops.aten._grouped_mm.default(**(given | narrow))
@@ -181,12 +182,14 @@ class _Dispatch(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"plan: {self.recorder.modules[-1] or 'the model'} reads the values of a tensor ({name}, as .item(), int(x), x[mask] or "
-                "`if x > 0` do), and a plan has shapes alone. Let an argument or a shape decide there instead."
+                "`if x > 0` do), and a plan has shapes alone. Let an argument or a shape decide there instead.",
+                code="plan.reads-values",
             ) from error
         except UnsupportedOperatorException as error:
             raise ConfigError(
                 f"plan: {self.recorder.modules[-1] or 'the model'} calls {name}, of which torch does not know what it returns without "
-                "computing it. Register a fake implementation (torch.library.register_fake)."
+                "computing it. Register a fake implementation (torch.library.register_fake).",
+                code="plan.no-fake",
             ) from error
         for each in tree_leaves(found):
             if isinstance(each, Tensor):

@@ -138,12 +138,14 @@ def gather(
     """
     resolved = [folder.resolve() for folder in folders]
     if twice := next((folder for folder in folders if resolved.count(folder.resolve()) > 1), None):
-        raise ConfigError(f"report: {twice} is named twice. Name each run once.")
+        raise ConfigError(f"report: {twice} is named twice. Name each run once.", code="report.run-twice")
     runs = [read_alone(folder) for folder in folders]
     names = list(dict.fromkeys(each.name for each in runs))
     if reference and reference not in names:
         near = closest(reference, names, limit=1) or ", ".join(names)
-        raise ConfigError(f"reference = {reference!r}: no run has this recipe. There are: {near}.")
+        raise ConfigError(
+            f"reference = {reference!r}: no run has this recipe. There are: {near}.", code="report.reference"
+        )
     # The positive control is never the default reference.
     wanted = (each for each in runs if each.name == reference or (not reference and each.name != POSITIVE_CONTROL))
     first = next(wanted, runs[0])
@@ -155,7 +157,7 @@ def gather(
     chosen = metric or default_metric(first, known)
     if chosen not in known and any(each.of("eval") for each in kept):
         near = closest(chosen, known, limit=1) or ", ".join(known)
-        raise ConfigError(f"metric = {chosen!r}: not every run measured it. There are: {near}.")
+        raise ConfigError(f"metric = {chosen!r}: not every run measured it. There are: {near}.", code="report.metric")
     return Gathered(
         groups=tuple(groups),
         apart=tuple(apart),

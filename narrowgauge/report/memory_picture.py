@@ -48,7 +48,7 @@ def refuse(path: Path) -> None:
     Called before tracing, which takes longer.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.")
+        raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.", code="picture.suffix")
 
 
 def draw(answer: Mapping[str, Any], path: Path) -> None:
@@ -62,7 +62,8 @@ def draw(answer: Mapping[str, Any], path: Path) -> None:
             figure_of(answer).savefig(path, dpi=DOTS_PER_INCH, facecolor=THEME["paper"])
         except OSError as error:
             raise ConfigError(
-                f"picture = {str(path)!r}: cannot be written: {error.strerror or error}. Name a file in a folder that is there and yours."
+                f"picture = {str(path)!r}: cannot be written: {error.strerror or error}. Name a file in a folder that is there and yours.",
+                code="picture.unwritable",
             ) from error
 
 

@@ -26,7 +26,9 @@ try:
 
     from narrowgauge.report import cards, figures, guard, spread_table, tables
 except ImportError as error:
-    raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
+    raise ConfigError(
+        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib", code="report.missing-package"
+    ) from error
 
 
 def write(run_folder: Path) -> Path:

@@ -67,7 +67,8 @@ def read(folder: Path) -> Recorded:
     if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it."
+            f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it.",
+            code="report.no-run",
         )
     reference, broken = None, None
     # The first readable reference is used; the page mentions a broken one.

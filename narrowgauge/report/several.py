@@ -32,7 +32,9 @@ try:
     from narrowgauge.report import cards, several_curves, several_figures
     from narrowgauge.report.page import environment
 except ImportError as error:
-    raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy") from error
+    raise ConfigError(
+        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy", code="report.missing-package"
+    ) from error
 
 KINDS = {  # verdict -> colour of its notice
     seeds.WORSE: "bad", seeds.DIVERGED: "bad", seeds.BETTER: "below", seeds.EQUIVALENT: "same", seeds.IDENTICAL: "same",
@@ -53,7 +55,10 @@ def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
     names += [f"{POSITIVE_CONTROL}-seed{seed}" for seed in facts["seeds"] if facts.get("control", False)]
     begun = [folder / name for name in names if (folder / name / "run.json").is_file()]
     if not begun:
-        raise ConfigError(f"report: no run of the study {folder} has begun. Start it with narrowgauge study.")
+        raise ConfigError(
+            f"report: no run of the study {folder} has begun. Start it with narrowgauge study.",
+            code="report.empty-study",
+        )
     return gather(
         begun, metric=facts["metric"], margin=margin or Margin.parse(facts["margin"]), failed=facts.get("failed")
     )
@@ -77,7 +82,8 @@ def write_folders(
         if reference not in ("", facts["recipes"][0]) or metric not in ("", facts["metric"]):
             raise ConfigError(
                 f"report: the study {folders[0]} has the reference {facts['recipes'][0]} and the metric {facts['metric']}. Leave "
-                "them out, or name its runs one by one."
+                "them out, or name its runs one by one.",
+                code="report.study-settings",
             )
         return write(of_study(folders[0], chosen), path or folders[0] / "report.html", facts)
     return write(gather(folders, reference, metric, chosen), path or folders[0].resolve().parent / "report.html")

@@ -45,7 +45,9 @@ def refusals(doing: str, path: Path, instead: str = "choose another --output") -
     except OSError as error:
         place = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
         step = "Free some space" if error.errno in FULL else "Check that it can be written"
-        raise StorageError(f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.") from error
+        raise StorageError(
+            f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.", code="storage.refused"
+        ) from error
 
 
 def storage(folder: Path) -> AbstractContextManager[None]:
@@ -59,7 +61,8 @@ def require_space(folder: Path, needed_bytes: float, what: str) -> None:
     if free < needed_bytes:
         raise StorageError(
             f"{what} needs {needed_bytes / 2**20:.1f} MiB, but {folder} has {free / 2**20:.1f} MiB free. "
-            "Free some space, keep fewer checkpoints, or choose another --output."
+            "Free some space, keep fewer checkpoints, or choose another --output.",
+            code="storage.full",
         )
 
 

@@ -85,7 +85,8 @@ def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 
     layers = converted(model)
     if not layers:
         raise ConfigError(
-            "blame: no Linear of the model computes by a recipe. Convert it first, and leave `suspended`."
+            "blame: no Linear of the model computes by a recipe. Convert it first, and leave `suspended`.",
+            code="blame.not-converted",
         )
     products: dict[Key, Product] = {}
     for first in range(0, len(layers), at_once or len(layers)):
@@ -98,7 +99,8 @@ def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 
     if not products:
         raise ConfigError(
             "blame: no product was seen in the step. Compiled code cannot be observed: give the model that was compiled, and a step that "
-            "calls it."
+            "calls it.",
+            code="blame.compiled",
         )
     recipes = {name: layer.recipe for name, layer in layers}
     return Blame(tuple(found_in(products, recipes)), (), tuple(_notes(products, layers)))
@@ -138,7 +140,8 @@ def _of_batch(model: nn.Module, batch: Mapping[str, Any]) -> Callable[[], object
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"blame: the model returned {type(output).__name__} without a loss. Put the labels into the batch, or give a function "
-                "that does forward and backward."
+                "that does forward and backward.",
+                code="blame.no-loss",
             )
         loss.backward()
         return loss
@@ -152,5 +155,6 @@ def _refuse(model: nn.Module) -> None:
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"blame: a hook acts on the gradient of {name!r} as soon as it is whole, as a step in backward does, and would change the "
-                "model. Remove the hooks for the call."
+                "model. Remove the hooks for the call.",
+                code="blame.step-in-backward",
             )

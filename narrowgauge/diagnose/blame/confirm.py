@@ -46,7 +46,8 @@ def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
     for each in findings:
         if layers[each.layer].frozen is not None:
             raise ConfigError(
-                f"the weight of {each.layer!r} is frozen as codes. Call narrowgauge.memory.thaw(model) first."
+                f"the weight of {each.layer!r} is frozen as codes. Call narrowgauge.memory.thaw(model) first.",
+                code="blame.frozen-codes",
             )
         own: Any = wider.get(each.layer, before[each.layer])
         wider[each.layer] = mixed(own, BF16, (each.product,))

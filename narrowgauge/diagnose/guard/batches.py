@@ -26,7 +26,8 @@ class Kept:
         if self._versions_now() != self._versions:
             raise ConfigError(
                 "Guard: a tensor of a batch was written in place after its step, so the step cannot be taken again. Let the loop write "
-                "to a copy of it."
+                "to a copy of it.",
+                code="guard.batch-written",
             )
         return _copied(self._batch)
 

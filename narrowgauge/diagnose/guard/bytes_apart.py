@@ -96,7 +96,8 @@ def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
     elif (room := host_room()) is not None and nbytes > SPARE * room:
         raise OutOfMemoryError(
             f"{what} needs {nbytes / 2**30:.2f} GiB of the host's memory, and {room / 2**30:.2f} GiB are free. "
-            "Name a folder on a disk for it, or train with states that are narrower."
+            "Name a folder on a disk for it, or train with states that are narrower.",
+            code="memory.host-copy",
         )
 
 

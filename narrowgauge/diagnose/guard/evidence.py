@@ -107,7 +107,10 @@ class Evidence:
     def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN, *, is_in_nats: bool = False) -> None:
         for name, value in (("margin", margin), ("least_margin", least_margin)):
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
+                raise ConfigError(
+                    f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.",
+                    code="evidence.not-positive",
+                )
         self.margin, self.least_margin, self.is_in_nats = margin, least_margin, is_in_nats
         self.first: list[float] = []  # losses of the run's first steps, at most ENDS
         # Loss of the trivial predictor of the run's data; None: not known.
@@ -181,7 +184,7 @@ class Evidence:
     def verdict(self) -> Verdict:
         """Verdict after the newest check. Raises ConfigError before the first one."""
         if not self.checks:
-            raise ConfigError("Evidence: there is no check yet. Call add first.")
+            raise ConfigError("Evidence: there is no check yet. Call add first.", code="evidence.no-check")
         newest, checks, bets = self.checks[-1], len(self.checks), self._bets
         name, seen_on, direction = bets.verdict()
         sick, since = self._sick(), self._since(name, seen_on, direction)

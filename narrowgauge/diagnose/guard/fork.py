@@ -135,7 +135,8 @@ class Fork:
         storages = self._present.storages
         if any(key not in storages for tensor in self._present.tensors for key, _ in _storages(tensor)):
             raise ConfigError(
-                "fork: a tensor lies elsewhere than when the copy was taken: the model was moved or converted since. Take the copy anew."
+                "fork: a tensor lies elsewhere than when the copy was taken: the model was moved or converted since. Take the copy anew.",
+                code="fork.moved",
             )
         for part in self._parts:
             if isinstance(part, NarrowOptimizer):
@@ -185,7 +186,8 @@ def _parts(model: nn.Module, optimizer: Any, scaler: Any, also: Iterable[Any]) -
         ):
             raise ConfigError(
                 f"fork: {type(each).__name__} has no state_dict and load_state_dict, by which it could be put back. Leave it out, or "
-                "give it both."
+                "give it both.",
+                code="fork.no-state-dict",
             )
     return list({id(each): each for each in given}.values())
 

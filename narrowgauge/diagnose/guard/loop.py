@@ -321,7 +321,8 @@ class Guard:
             if self._rates() != rates:
                 raise ConfigError(
                     f"Guard: the same steps ended with the learning rates {rates}, and {self._rates()} when they were taken again: "
-                    "something counts them that was not put back. Hand it over: Guard(..., also=[...])."
+                    "something counts them that was not put back. Hand it over: Guard(..., also=[...]).",
+                    code="guard.learning-rates",
                 )
             return self._read(losses), first.samples
         except BaseException as error:

@@ -55,7 +55,8 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
     if path is None:
         raise BackendError(
             f"{subject}: no C++ compiler {compiler!r} is here to build {purpose}. Install g++, name one in the variable "
-            f"CXX, or {instead}."
+            f"CXX, or {instead}.",
+            code="compiler.missing",
         )
     folder = resources.files(package)
     texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
@@ -67,13 +68,15 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         if target is None:
             raise BackendError(
                 f"{subject}: {compiler} could not build {purpose}: {words}. Name another compiler in the variable CXX "
-                f"or another folder in XDG_CACHE_HOME, or {instead}."
+                f"or another folder in XDG_CACHE_HOME, or {instead}.",
+                code="compiler.failed",
             )
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:  # for example, a file system that is mounted noexec
         raise BackendError(
-            f"{subject}: {purpose} cannot be loaded: {error}. Name another folder in the variable XDG_CACHE_HOME, or {instead}."
+            f"{subject}: {purpose} cannot be loaded: {error}. Name another folder in the variable XDG_CACHE_HOME, or {instead}.",
+            code="compiler.unloadable",
         ) from error
 
 

@@ -123,7 +123,10 @@ def unrotate(
     # A block of 1 is the identity, so kernels need no second entry point for bits alone.
     block = 1 if hadamard is None else hadamard.block
     if y.shape[1] != length:
-        raise ShapeError(f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.")
+        raise ShapeError(
+            f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.",
+            code="unrotate.columns",
+        )
     kernel = KERNELS.choose(device_of(y, signs, bits), backend).kernel
     return kernel.run("unrotate", y, block, inner, signs, bits)
 
@@ -132,10 +135,14 @@ def _check(x: Tensor, signs: Tensor | None, length: int) -> None:
     if x.ndim != 2 or not x.is_floating_point():
         raise ShapeError(
             f"rotate: x is {list(x.shape)} {x.dtype}; it must be a two-dimensional float tensor. "
-            "Flatten the leading axes with x.flatten(0, -2)."
+            "Flatten the leading axes with x.flatten(0, -2).",
+            code="rotate.shape",
         )
     if signs is not None and tuple(signs.shape) != (length,):
-        raise ShapeError(f"rotate: signs is {list(signs.shape)}, it must be [{length}]. Take it from draw_signs.")
+        raise ShapeError(
+            f"rotate: signs is {list(signs.shape)}, it must be [{length}]. Take it from draw_signs.",
+            code="rotate.signs",
+        )
 
 
 @torch.no_grad()

@@ -157,15 +157,22 @@ def _describe(operand: QTensor | Tensor) -> str:
 def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) -> None:
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(operand, QTensor | Tensor):
-            raise ShapeError(f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.")
+            raise ShapeError(
+                f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.", code="mm.type"
+            )
     if len(lhs.shape) != 2 or len(rhs.shape) != 2:
         both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
-        raise ShapeError(f"mm: {both} must be two-dimensional. Flatten them first.")
+        raise ShapeError(f"mm: {both} must be two-dimensional. Flatten them first.", code="mm.axes")
     if lhs.shape[1] != rhs.shape[1]:
         both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
         hint = "; pass rhs.T." if lhs.shape[1] == rhs.shape[0] else "."
-        raise ShapeError(f"mm: contracted axes differ, {both}. Both operands keep the contracted axis last{hint}")
+        raise ShapeError(
+            f"mm: contracted axes differ, {both}. Both operands keep the contracted axis last{hint}",
+            code="mm.contracted",
+        )
     if lhs.device != rhs.device:
-        raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.")
+        raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.", code="mm.device")
     if bias is not None and tuple(bias.shape) != (rhs.shape[0],):
-        raise ShapeError(f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.")
+        raise ShapeError(
+            f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.", code="mm.bias"
+        )

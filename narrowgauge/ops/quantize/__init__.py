@@ -117,29 +117,41 @@ def quantize(
     """
     if not isinstance(x, Tensor) or not isinstance(cast, Cast):
         raise ConfigError(
-            f"quantize: x is a {type(x).__name__} and cast a {type(cast).__name__}; give a torch.Tensor and a Cast."
+            f"quantize: x is a {type(x).__name__} and cast a {type(cast).__name__}; give a torch.Tensor and a Cast.",
+            code="quantize.types",
         )
     if x.ndim != 2 or not x.is_floating_point():
         raise ShapeError(
             f"quantize: x is {list(x.shape)} {x.dtype}; it must be a two-dimensional float tensor. "
-            "Flatten the leading axes with x.flatten(0, -2)."
+            "Flatten the leading axes with x.flatten(0, -2).",
+            code="quantize.shape",
         )
     if amax is not None and tuple(amax.shape) not in ((1, 1), scale_shape(tuple(x.shape), cast.tile)):
         raise ShapeError(
             f"quantize: amax is {list(amax.shape)}; tiles of {cast.tile} on {list(x.shape)} need "
-            f"{list(scale_shape(tuple(x.shape), cast.tile))}, or [1, 1] for all."
+            f"{list(scale_shape(tuple(x.shape), cast.tile))}, or [1, 1] for all.",
+            code="quantize.amax",
         )
     if (cast.rounding == "stochastic") != (noise is not None):
         raise ConfigError(
             f"quantize: cast '{cast}' rounds {cast.rounding}, but noise was {'not ' if noise is None else ''}given. "
-            "Give noise in [0, 1) of x's shape exactly when the cast rounds stochastically."
+            "Give noise in [0, 1) of x's shape exactly when the cast rounds stochastically.",
+            code="quantize.noise",
         )
     if isinstance(noise, Tensor) and noise.shape != x.shape:
-        raise ShapeError(f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; both must have the same shape.")
+        raise ShapeError(
+            f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; both must have the same shape.",
+            code="quantize.noise-shape",
+        )
     if expand not in (None, torch.float32, torch.bfloat16):
-        raise ConfigError(f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.")
+        raise ConfigError(
+            f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.", code="quantize.expand"
+        )
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
-        raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
+        raise ConfigError(
+            f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.",
+            code="quantize.expand-levels",
+        )
     # All kernels but the reference refuse then, and their refusals need not be traced.
     if backend is None and torch.compiler.is_compiling():
         from narrowgauge.ops.quantize import compiled
@@ -158,6 +170,7 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of q, [outer, inner] of `dtype`; computed in float32 and rounded once."""
     if not isinstance(q, QTensor) or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
-            f"dequantize: q is a {type(q).__name__} and dtype {dtype!r}; give a QTensor and a float dtype of torch."
+            f"dequantize: q is a {type(q).__name__} and dtype {dtype!r}; give a QTensor and a float dtype of torch.",
+            code="dequantize.types",
         )
     return definition.dequantize(q).to(dtype)

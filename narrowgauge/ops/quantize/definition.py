@@ -48,7 +48,10 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     two-dimensional.
     """
     if x.ndim != 2:
-        raise ShapeError(f"tile_amax: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.")
+        raise ShapeError(
+            f"tile_amax: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.",
+            code="quantize.amax-axes",
+        )
     if x.numel() == 0:
         return x.new_zeros(scale_shape(tuple(x.shape), tile), dtype=torch.float32)
     if x.stride(0) < x.stride(1) and not torch.compiler.is_compiling():

@@ -113,7 +113,8 @@ def card(name: str) -> Card:
         near = closest(key, [*CARDS, *_OTHER_NAMES])
         raise ConfigError(
             f"card = {name!r} is not known{f'; closest: {near}' if near else ''}. "
-            f"Choose one of {', '.join(CARDS)}, or say how much memory yours has: --memory 24GiB."
+            f"Choose one of {', '.join(CARDS)}, or say how much memory yours has: --memory 24GiB.",
+            code="card.unknown",
         )
     return found
 
@@ -143,7 +144,8 @@ def of_memory(size: str, like: Card | None = None) -> Card:
     if memory <= CONTEXT:
         raise ConfigError(
             f"memory = {size!r}: CUDA's own context takes {CONTEXT // 2**20} MiB, nothing is left of {memory} bytes. "
-            "Say how much memory the card has, as in --memory 24GiB."
+            "Say how much memory the card has, as in --memory 24GiB.",
+            code="card.memory-too-small",
         )
     name = size.strip()
     if like is None:
@@ -156,5 +158,7 @@ def _bytes_of(size: str) -> int:
     found = _SIZE.fullmatch(size)
     unit = (found[2] or "b").lower() if found else ""
     if found is None or (unit != "b" and unit not in _UNITS):
-        raise ConfigError(f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.")
+        raise ConfigError(
+            f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.", code="card.memory"
+        )
     return int(float(found[1]) * _UNITS.get(unit, 1))

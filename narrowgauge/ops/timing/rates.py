@@ -122,7 +122,8 @@ def _computed(each: Operation, card: Card, rates: Rates) -> float:
     if each.operands not in card.peak:
         raise ConfigError(
             f"plan: {card.name} has no unit for {each.operation} of {each.operands or 'such'} operands. "
-            f"It multiplies {', '.join(card.peak)}; choose a recipe of those, or another card."
+            f"It multiplies {', '.join(card.peak)}; choose a recipe of those, or another card.",
+            code="card.no-unit",
         )
     peak = card.peak[each.operands]
     if each.kind == "attention":

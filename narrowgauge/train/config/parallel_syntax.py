@@ -72,7 +72,7 @@ def layout(text: str, world: int) -> Layout:
     """
     sizes, has_own_tokens, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code="parallel.syntax")
     known = math.prod(size for size in sizes.values() if size != REST)
     # left != 0: the named sizes do not divide the number of ranks.
     rest, left = divmod(world, known)
@@ -88,7 +88,8 @@ def layout(text: str, world: int) -> Layout:
             fitting = ",".join([fitting, *(f"{key}={size}" for key, size in kept.items())])
         raise ConfigError(
             f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. "
-            f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are."
+            f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are.",
+            code="parallel.ranks",
         )
     return _laid_out(sizes, has_own_tokens)
 
@@ -112,7 +113,7 @@ def named(text: str) -> Layout:
     """Sizes for as many ranks as the text names; a key without a number counts as 1."""
     sizes, has_own_tokens, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code="parallel.syntax")
     return _laid_out({key: size or 1 for key, size in sizes.items()}, has_own_tokens)
 
 

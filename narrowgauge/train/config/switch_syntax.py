@@ -53,20 +53,24 @@ def parse(text: str) -> list[Switch]:
 def _entry(text: str) -> Switch:
     match = ENTRY.fullmatch(text)
     if not match:
-        raise ConfigError(f"{text!r} is no switch: {FORM}")
+        raise ConfigError(f"{text!r} is no switch: {FORM}", code="switch.syntax")
     layers, recipe, start, products = (match[name] and match[name].strip() for name in match.groupdict())
     if products and products not in PRODUCTS:
         raise ConfigError(
-            f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all"
+            f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all",
+            code="switch.products",
         )
     percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)\s*%", start)
     if not percent and not re.fullmatch(r"[1-9]\d{0,9}", start):
         raise ConfigError(
-            f"{text!r} starts at {start!r}: give a share of the run (80%), or a number of steps of at least 1 (240)"
+            f"{text!r} starts at {start!r}: give a share of the run (80%), or a number of steps of at least 1 (240)",
+            code="switch.start",
         )
     after = Fraction(percent[1]) / 100 if percent else Fraction(start)
     if percent and not 0 < after < 1:
-        raise ConfigError(f"{text!r} starts at {start}: give a share above 0% and below 100%")
+        raise ConfigError(
+            f"{text!r} starts at {start}: give a share above 0% and below 100%", code="switch.start-share"
+        )
     return Switch(text, layers or "*", recipe, after, PRODUCTS[products] if products else ALL)
 
 

@@ -71,10 +71,14 @@ def read(path: Path) -> Given:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path}: cannot be read as a configuration: {reason}. Give the path of a TOML file."
+            f"{path}: cannot be read as a configuration: {reason}. Give the path of a TOML file.",
+            code="config.unreadable",
         ) from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_BYTES} bytes, so it is no configuration. Give a TOML file.")
+        raise ConfigError(
+            f"{path}: is larger than {MAX_BYTES} bytes, so it is no configuration. Give a TOML file.",
+            code="config.too-large",
+        )
     return _decoded(path, data)
 
 
@@ -88,7 +92,7 @@ def _decoded(path: Path, data: bytes) -> Given:
         return settings(data.decode("utf-8-sig"), str(path))  # -sig: Windows editors add a BOM
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from None
+        raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.", code="config.utf8") from None
 
 
 def settings(text: str, name: str) -> Given:
@@ -109,7 +113,9 @@ def settings(text: str, name: str) -> Given:
             try:
                 values[key] = recipe_syntax.table(value)
             except ValueError as error:
-                raise ConfigError(f"{origins[key]}: {key}: {error}. Write each pattern once.") from None
+                raise ConfigError(
+                    f"{origins[key]}: {key}: {error}. Write each pattern once.", code="config.pattern"
+                ) from None
     problems = [((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
@@ -136,11 +142,12 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         if words == "Cannot overwrite a value":
             words = "this key was given before; a key is given once"
         raise ConfigError(
-            f"{name}:{line or text.count(chr(10)) + 1}: {words}. Correct the line; strings stand in quotes."
+            f"{name}:{line or text.count(chr(10)) + 1}: {words}. Correct the line; strings stand in quotes.",
+            code="config.line",
         ) from None
     # ValueError: an integer of 5,000 digits. RecursionError: brackets nested 1,000 deep.
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.") from None
+        raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.", code="config.toml") from None
 
 
 def _place(name: str, outside: str, key: str) -> str:

@@ -93,7 +93,8 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
     others = f"; so do {count - 1} tensors after it" if count > 1 else ""
     raise DriftError(
         f"{place}: {name} differs between rank {ranks[0]} and rank {ranks[1]}, which must hold the same{others}. Nothing was saved "
-        "since the last checkpoint. Suspect the memory or processor of one of their machines; resume with --resume."
+        "since the last checkpoint. Suspect the memory or processor of one of their machines; resume with --resume.",
+        code="ranks.drift",
     )
 
 

@@ -205,7 +205,8 @@ class Pipeline:
                 found = self.kind(given, self.turns, loss_fn=lambda loss, _: loss / self._targets, scale_grads=False)
             except ValueError as error:
                 raise ConfigError(
-                    f"schedule = {self.config.schedule!r}: {error} Change micro_batches, or take another schedule."
+                    f"schedule = {self.config.schedule!r}: {error} Change micro_batches, or take another schedule.",
+                    code="pipeline.schedule",
                 ) from error
             self._schedule = positions, found
         return self._schedule[1]
@@ -330,7 +331,8 @@ class Pipeline:
         if idle := [number for number, trains in self.of_all(own).items() if not trains]:
             raise ConfigError(
                 f"freeze = {self.config.freeze!r}: nothing of stage {min(idle)} of {self.count} would train. Freeze less, or take a "
-                "smaller pp."
+                "smaller pp.",
+                code="pipeline.all-frozen",
             )
 
 
@@ -342,11 +344,13 @@ def refuse(config: TrainConfig, turns: int, ranks: int, count: int) -> None:
     if turns < count:
         raise ConfigError(
             f"micro_batches = {turns}: fewer than the {count} stages of the pipeline (schedule {config.schedule!r} on "
-            f"{ranks} ranks), some of which would always wait. Take --micro-batches {count} or more."
+            f"{ranks} ranks), some of which would always wait. Take --micro-batches {count} or more.",
+            code="pipeline.micro-batches",
         )
     if config.task not in ("text", "causal-lm"):
         raise ConfigError(
-            f"parallel: pp cuts causal language models (tasks text and causal-lm), and this run's task is {config.task!r}. Take fsdp."
+            f"parallel: pp cuts causal language models (tasks text and causal-lm), and this run's task is {config.task!r}. Take fsdp.",
+            code="pipeline.task",
         )
 
 

@@ -235,7 +235,8 @@ class Ranks:
                 raise self._explained(error) from error
             if isinstance(error, SystemExit):
                 error = NarrowgaugeError(
-                    f"{self.place}: rank {self.rank} of {self.world} left the run by sys.exit({error.code!r}). {AGAIN}"
+                    f"{self.place}: rank {self.rank} of {self.world} left the run by sys.exit({error.code!r}). {AGAIN}",
+                    code="ranks.exit",
                 )
                 # sys.exit on one rank would leave the others waiting in a collective.
                 self._fails(error.exit_code, str(error))
@@ -343,7 +344,8 @@ class Ranks:
                 # The sentinel of this machine's first rank reports the failure.
                 self._live.wait_for_the_end()
             return PeerError(
-                f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
+                f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}",
+                code="ranks.store-gone",
             )
         # A timeout means a rank that did not answer; a closed connection means a process that
         # ended.
@@ -360,7 +362,7 @@ class Ranks:
         words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
         if not self._fails(PeerError.exit_code, words):
             return EndedElsewhere(PeerError.exit_code)
-        return self._told(PeerError(words))
+        return self._told(PeerError(words, code="ranks.lost"))
 
 
 def under_torchrun() -> bool:
@@ -373,7 +375,8 @@ def under_torchrun() -> bool:
     if missing and (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
         raise ConfigError(
             f"WORLD_SIZE = {world} in the environment, without {' and '.join(missing)}: torchrun sets them all. Start the run with "
-            "torchrun, or unset WORLD_SIZE to train in one process."
+            "torchrun, or unset WORLD_SIZE to train in one process.",
+            code="torchrun.variables",
         )
     return not missing
 
@@ -386,11 +389,14 @@ def restarted() -> bool:
 def _own_device(device: str, local: int) -> int:
     """Index of this rank's GPU; ConfigError if ranks would share one, or there are too few."""
     if ":" in device:
-        raise ConfigError(f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.")
+        raise ConfigError(
+            f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.", code="ranks.device"
+        )
     if local >= torch.cuda.device_count():
         raise ConfigError(
             f"rank {local} of this machine has no GPU: PyTorch sees {plural(torch.cuda.device_count(), 'CUDA device')}. "
-            "Start as many ranks as there are GPUs, or take --device cpu."
+            "Start as many ranks as there are GPUs, or take --device cpu.",
+            code="ranks.no-gpu",
         )
     return local
 
@@ -402,7 +408,10 @@ def _met(limit: timedelta) -> tuple[Any, int, int]:
     """
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank >= world:
-        raise ConfigError(f"RANK = {rank}, WORLD_SIZE = {world}: ranks count from 0. Start the run with torchrun.")
+        raise ConfigError(
+            f"RANK = {rank}, WORLD_SIZE = {world}: ranks count from 0. Start the run with torchrun.",
+            code="torchrun.rank",
+        )
     _number("MASTER_PORT")
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))
@@ -410,7 +419,8 @@ def _met(limit: timedelta) -> tuple[Any, int, int]:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
         raise PeerError(
             f"rank {rank} of {world} did not meet the others at {place} within {limit.total_seconds():g} s (timeout_s): "
-            f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address."
+            f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address.",
+            code="ranks.timeout",
         ) from error
     # torchrun may keep its store across restarts; a prefix for each start hides stale keys.
     return PrefixStore(liveness.prefix_of(world), store), rank, world
@@ -421,6 +431,7 @@ def _number(name: str, default: str = "") -> int:
     text = os.environ.get(name, default)
     if not re.fullmatch(r"\d{1,9}", text):
         raise ConfigError(
-            f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it."
+            f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it.",
+            code="torchrun.number",
         )
     return int(text)

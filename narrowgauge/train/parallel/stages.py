@@ -90,7 +90,8 @@ class Cut:
             raise _refusal(kind, "has more than one stack of blocks")
         if len(blocks) < count:
             raise ConfigError(
-                f"parallel: {len(blocks)} blocks are fewer than {count} stages. Take a smaller pp, or a schedule with one stage per rank."
+                f"parallel: {len(blocks)} blocks are fewer than {count} stages. Take a smaller pp, or a schedule with one stage per rank.",
+                code="pipeline.blocks",
             )
         first, last = _around(model, stack)
         found = cls(first, blocks, last, count)
@@ -135,7 +136,8 @@ class Cut:
                 raise ConfigError(
                     f"parallel: {known!r} of stage {other} and {name!r} of stage {number} are one tensor (tied weights), which each stage "
                     "would train apart. Untie them (tie_word_embeddings = false in config.json, and weights of its own for the head), or "
-                    "take pp=1."
+                    "take pp=1.",
+                    code="pipeline.tied-weights",
                 )
 
     def refuse_other_numbers(self, model: Any, context: AbstractContextManager[Any]) -> torch.dtype:
@@ -179,7 +181,8 @@ class Cut:
 def _refusal(kind: str, words: str) -> ConfigError:
     return ConfigError(
         f"parallel: {kind} {words}, so it cannot be cut at its blocks. Cut models that can, as those of Llama, Mistral and Qwen; "
-        "for this one take fsdp."
+        "for this one take fsdp.",
+        code="pipeline.uncuttable",
     )
 
 

@@ -44,7 +44,8 @@ def targets_of_ranks(
         if counts != told[first][:2]:
             raise DataError(
                 f"step {number}: ranks {first} and {rank} share matrix products or stages, and must read the same data, but have "
-                f"{told[first][0]} and {counts[0]} targets. Give all machines the same data."
+                f"{told[first][0]} and {counts[0]} targets. Give all machines the same data.",
+                code="ranks.other-data",
             )
     targets, positions, _ = zip(*_once(told, ranks), strict=True)
     if "positions" in facts:
@@ -71,7 +72,8 @@ def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float
             if repr(here) != repr(there):
                 raise DriftError(
                     f"{ranks.place}: {what} is {here!r} on rank {place} and {there!r} on rank {rank}, and must be one "
-                    "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
+                    "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume.",
+                    code="ranks.drift",
                 )
     # float32 additions in the order of global micro-batches: one process adds its losses so.
     total = np.float32(0)

@@ -158,7 +158,8 @@ def _refuse_cut_tiles(model: nn.Module, ways: int) -> None:
         if isinstance(layer, QLinear) and layer.recipe is not None and (words := cut_tiles(layer.weight, layer.recipe)):
             raise ConfigError(
                 f"parallel with tp={ways}: {name!r} {list(layer.weight.shape)} follows {layer.recipe.name}, and ranks would cut its "
-                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'."
+                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'.",
+                code="tensor-parallel.tiles",
             )
 
 
@@ -193,7 +194,8 @@ def _refuse_other_numbers(model: Any, inputs: Mapping[str, Any], before: Tensor,
         said = str(error).splitlines()[0][:200]
         raise ConfigError(
             f"parallel with tp={ways}: {type(model).__name__} does not compute with a part of its heads or features: {said} "
-            "Take fsdp instead."
+            "Take fsdp instead.",
+            code="tensor-parallel.heads",
         ) from error
     size = float(before.float().norm())
     apart = float((after.float() - before.float()).norm()) / size if size > 0 else 0.0
@@ -202,5 +204,6 @@ def _refuse_other_numbers(model: Any, inputs: Mapping[str, Any], before: Tensor,
     if size == size and not apart <= NEAR.get(before.dtype, NEAR_IN_16_BITS):
         raise ConfigError(
             f"parallel with tp={ways}: {type(model).__name__} computes other logits when it is cut by its plan, {apart:.2g} of their "
-            "size apart. Take fsdp instead."
+            "size apart. Take fsdp instead.",
+            code="tensor-parallel.other-logits",
         )

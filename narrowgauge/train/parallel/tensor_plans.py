@@ -96,12 +96,14 @@ def plan_of(model: Any, ways: int) -> dict[str, str]:
     if not patterns:
         raise ConfigError(
             f"{asked}: no plan is known by which ranks share the products of {type(model).__name__} ({kind}): transformers' "
-            f"configuration has none, as those of Llama, Qwen and Mistral have, and it is none of {', '.join(OWN)}. Take fsdp instead."
+            f"configuration has none, as those of Llama, Qwen and Mistral have, and it is none of {', '.join(OWN)}. Take fsdp instead.",
+            code="tensor-parallel.no-plan",
         )
     if unknown := sorted(set(patterns.values()) - STYLES):
         raise ConfigError(
             f"{asked}: transformers' plan for {type(model).__name__} ({kind}) asks for {', '.join(unknown)}, which narrowgauge train "
-            "does not know: experts, and matrices that hold several others. Take fsdp instead."
+            "does not know: experts, and matrices that hold several others. Take fsdp instead.",
+            code="tensor-parallel.unknown-style",
         )
     for key in HEADS:
         count = getattr(config, key, None)
@@ -109,11 +111,15 @@ def plan_of(model: Any, ways: int) -> dict[str, str]:
         if isinstance(count, int) and count % ways:
             raise ConfigError(
                 f"{asked}: {key} = {count} of {type(model).__name__} is no multiple of {ways}, and no rank computes part of a head. "
-                "Take a tp that divides it, or fsdp."
+                "Take a tp that divides it, or fsdp.",
+                code="tensor-parallel.head-count",
             )
     found = _matching(model, patterns)
     if not found:
-        raise ConfigError(f"{asked}: the plan for {kind} names no layer of {type(model).__name__}. Take fsdp instead.")
+        raise ConfigError(
+            f"{asked}: the plan for {kind} names no layer of {type(model).__name__}. Take fsdp instead.",
+            code="tensor-parallel.no-layer",
+        )
     for name, style in found.items():
         # A per-head norm is not sharded, so its size need not be divisible.
         if style != PER_HEAD:
@@ -135,7 +141,8 @@ def _matching(model: Any, patterns: Mapping[str, str]) -> dict[str, str]:
 def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
     if not isinstance(layer, nn.Linear | nn.Embedding) or (isinstance(layer, nn.Embedding) and style != COLUMNS):
         raise ConfigError(
-            f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead."
+            f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead.",
+            code="tensor-parallel.not-linear",
         )
     if isinstance(layer, nn.Embedding):
         what, size = "width", layer.embedding_dim
@@ -145,5 +152,6 @@ def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
         what, size = "inputs", layer.in_features
     if size % ways:
         raise ConfigError(
-            f"parallel with tp={ways}: {name!r} has {size} {what}, no multiple of {ways}. Take a tp that divides them, or fsdp."
+            f"parallel with tp={ways}: {name!r} has {size} {what}, no multiple of {ways}. Take a tp that divides them, or fsdp.",
+            code="tensor-parallel.divisor",
         )

@@ -64,7 +64,8 @@ def _refuse_layout(config: TrainConfig) -> None:
     keys = ("dp", "fsdp", "tp", "pp") if config.parallel.strip() else ()
     if key := next((key for key in keys if parallel_syntax.is_open(config.parallel, key)), ""):
         raise ConfigError(
-            f"parallel = {config.parallel!r}: says not how many ranks, and a plan has no torchrun to ask. Name the number, as {key}=8."
+            f"parallel = {config.parallel!r}: says not how many ranks, and a plan has no torchrun to ask. Name the number, as {key}=8.",
+            code="plan.rank-count",
         )
     sizes = parallel_syntax.named(config.parallel)
     spread.refuse(config, sizes)
@@ -84,6 +85,7 @@ def _refuse_layout(config: TrainConfig) -> None:
 def _chosen(config: TrainConfig, counts: Counts, room: Room) -> Choice:
     if not room.usable:
         raise ConfigError(
-            "checkpointing = 'auto': chooses by the memory of a card, and none is named. Pass --card h100 or --memory 24GiB, or a policy."
+            "checkpointing = 'auto': chooses by the memory of a card, and none is named. Pass --card h100 or --memory 24GiB, or a policy.",
+            code="plan.auto-checkpointing",
         )
     return chosen(config, counts, room.usable)

@@ -79,7 +79,8 @@ class Counts:
         layers, differing = layers_of(source.config, source.model_class)
         if 0 < layers < sizes.pp:
             raise ConfigError(
-                f"parallel = {source.config.parallel!r}: {layers} layers are fewer than {sizes.pp} stages. Take a smaller pp."
+                f"parallel = {source.config.parallel!r}: {layers} layers are fewer than {sizes.pp} stages. Take a smaller pp.",
+                code="pipeline.blocks",
             )
         # Ceiling: plan for the stage with the most blocks.
         of_stage = -(-layers // sizes.pp)
@@ -127,7 +128,8 @@ def _of_the_model(config: TrainConfig) -> Iterator[None]:
         words = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"plan: model = {config.model!r}: a step of it fails: {words}. Check the sizes in its config.json, and that narrowgauge train "
-            "takes a step with these settings."
+            "takes a step with these settings.",
+            code="plan.step-fails",
         ) from error
 
 
@@ -155,7 +157,8 @@ def refuse(config: TrainConfig) -> None:
     if "auto" in (config.recipe, *config.layers_recipe.values()):
         raise ConfigError(
             "recipe = 'auto': is chosen by measurements on the device of the run, which a plan does not have. Plan a recipe by its "
-            "name, as --recipe fp8-current."
+            "name, as --recipe fp8-current.",
+            code="plan.auto-recipe",
         )
 
 

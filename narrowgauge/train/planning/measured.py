@@ -37,7 +37,8 @@ def measured(config: TrainConfig) -> dict[str, Any]:
         # The CPU allocator raises a plain RuntimeError.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise OutOfMemoryError(
-                f"measure: {str(error).splitlines()[0]} Planned are {planned / 2**30:.2f} GiB. Leave --measure out, or plan a smaller run."
+                f"measure: {str(error).splitlines()[0]} Planned are {planned / 2**30:.2f} GiB. Leave --measure out, or plan a smaller run.",
+                code="memory.measure",
             ) from error
         raise
     return {

@@ -51,7 +51,8 @@ def available_bytes(device: torch.device) -> int:
         found = int(line.split()[1]) * 1024
     except (OSError, StopIteration, ValueError, IndexError) as error:
         raise ConfigError(
-            f"checkpointing = 'auto': {MEMORY} does not tell how much memory is available here. Name a policy, as --checkpointing full."
+            f"checkpointing = 'auto': {MEMORY} does not tell how much memory is available here. Name a policy, as --checkpointing full.",
+            code="checkpointing.unknown-memory",
         ) from error
     try:
         limit, used = ((GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))

@@ -86,31 +86,37 @@ class Study:
     def __post_init__(self) -> None:
         if len(self.recipes) < 2:
             raise ConfigError(
-                f"recipes = {','.join(self.recipes)!r}: a study compares two at least. Write them as bf16,fp8-current."
+                f"recipes = {','.join(self.recipes)!r}: a study compares two at least. Write them as bf16,fp8-current.",
+                code="study.recipe-count",
             )
         if POSITIVE_CONTROL in self.recipes:
             raise ConfigError(
                 f"recipes = {','.join(self.recipes)!r}: every study trains {POSITIVE_CONTROL!r} by itself (--no-control: it does "
-                "not). Leave it out."
+                "not). Leave it out.",
+                code="study.control",
             )
         for name in self.recipes:
             if self.recipes.count(name) > 1:
                 raise ConfigError(
-                    f"recipes = {','.join(self.recipes)!r}: {name!r} is named twice. Name each recipe once."
+                    f"recipes = {','.join(self.recipes)!r}: {name!r} is named twice. Name each recipe once.",
+                    code="study.recipe-twice",
                 )
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             listed = ",".join(map(str, self.seeds))
             raise ConfigError(
-                f"seeds = {listed!r}: a spread takes two seeds at least, each once. Write their number, as 5, or 0,1,2."
+                f"seeds = {listed!r}: a spread takes two seeds at least, each once. Write their number, as 5, or 0,1,2.",
+                code="study.seed-count",
             )
         if len(self.seeds) * len(self.trained) > MOST_RUNS:
             raise ConfigError(
-                f"seeds x recipes = {len(self.seeds) * len(self.trained)}: at most {MOST_RUNS:,} runs. Name fewer."
+                f"seeds x recipes = {len(self.seeds) * len(self.trained)}: at most {MOST_RUNS:,} runs. Name fewer.",
+                code="study.run-count",
             )
         for key, why in NOT_OF_STUDIES.items():
             if value := getattr(self.config, key):
                 raise ConfigError(
-                    f"{key_of(TrainConfig.__dataclass_fields__[key])} = {shown(value)}: {why}. Remove it."
+                    f"{key_of(TrainConfig.__dataclass_fields__[key])} = {shown(value)}: {why}. Remove it.",
+                    code="study.setting",
                 )
         if self.margin:
             Margin.parse(self.margin)
@@ -156,10 +162,12 @@ def refuse_metric(config: TrainConfig, metric: str) -> None:
     """
     try:
         if metric in ("none", ""):
-            raise ConfigError(f"metric = {metric!r}: is no metric. Leave it out for the task's own.")
+            raise ConfigError(
+                f"metric = {metric!r}: is no metric. Leave it out for the task's own.", code="study.metric"
+            )
         replace(config, best=metric)
     except InvalidSettings as error:
-        raise ConfigError(str(error).replace("best = ", "metric = ")) from None
+        raise ConfigError(str(error).replace("best = ", "metric = "), code="study.best") from None
 
 
 # The folder
@@ -188,24 +196,30 @@ class StudyFolder:
         """Raises ConfigError if the folder holds another study, or a run."""
         path = study.output
         if os.path.lexists(RunFolder(path).run):
-            raise ConfigError(f"output = '{path}': holds a run, not a study. Choose another --output.")
+            raise ConfigError(
+                f"output = '{path}': holds a run, not a study. Choose another --output.", code="study.holds-run"
+            )
         if stored is None:
             return
         for key, own in (("recipes", study.recipes), ("seeds", study.seeds)):
             if missing := [each for each in stored[key] if each not in own]:
                 raise ConfigError(
                     f"output = '{path}': holds runs of {key} {', '.join(map(str, stored[key]))}, and {', '.join(map(str, missing))} "
-                    "would be left out of the verdict. Name all of them, and more if you like, or choose another --output."
+                    "would be left out of the verdict. Name all of them, and more if you like, or choose another --output.",
+                    code="study.left-out",
                 )
         if stored["recipes"][0] != study.recipes[0]:
             raise ConfigError(
-                f"output = '{path}': its reference is {stored['recipes'][0]}, not {study.recipes[0]}. Name that first, or another --output."
+                f"output = '{path}': its reference is {stored['recipes'][0]}, not {study.recipes[0]}. Name "
+                f"that first, or another --output.",
+                code="study.reference",
             )
         # Selecting the metric after seeing the runs would bias the verdict.
         if study.metric and stored["metric"] != study.metric:
             raise ConfigError(
                 f"output = '{path}': is judged by {stored['metric']}, not {study.metric}. A metric that is chosen after the runs favours "
-                "what it favours: leave --metric out, or choose another --output."
+                "what it favours: leave --metric out, or choose another --output.",
+                code="study.other-metric",
             )
         changes = [
             f"{key_of(each)} = {shown(getattr(study.config, each.name))}, but the study has {shown(getattr(before, each.name))}"
@@ -218,7 +232,8 @@ class StudyFolder:
         ]  # fmt: skip
         if changes:
             raise ConfigError(
-                f"output = '{path}': holds another study: {'; '.join(changes)}. Drop the change, or choose another --output."
+                f"output = '{path}': holds another study: {'; '.join(changes)}. Drop the change, or choose another --output.",
+                code="study.other-study",
             )
 
     def refuse_data(self, stored: dict[str, Any] | None, identity: dict[str, str]) -> None:
@@ -227,5 +242,6 @@ class StudyFolder:
             if stored is not None and stored["identity"].get(key, own) != own:
                 raise DataError(
                     f"{self.path}: its runs saw another {key.replace('content_hash', 'data content')} than is there now, so seeds would "
-                    "differ in data. Restore the data, or start anew in another --output."
+                    "differ in data. Restore the data, or start anew in another --output.",
+                    code="study.other-data",
                 )

@@ -68,7 +68,7 @@ def run(study: Study) -> Result:
     """
     _refuse_recipes(study)
     if under_torchrun():
-        raise ConfigError("study: starts its own processes. Run it without torchrun.")
+        raise ConfigError("study: starts its own processes. Run it without torchrun.", code="study.torchrun")
     folder = StudyFolder(study.output)
     with _claimed(folder), StopRequest() as stop:
         stored = folder.stored()
@@ -105,11 +105,14 @@ def _refuse_recipes(study: Study) -> None:
     for name in study.recipes:
         if name == recipes.AUTO:
             raise ConfigError(
-                "recipes: 'auto' chooses by a measurement, so the runs of a study could differ in recipe. Name recipes."
+                "recipes: 'auto' chooses by a measurement, so the runs of a study could differ in recipe. Name recipes.",
+                code="study.auto",
             )
         full = name if name == NO_RECIPE else recipes.get(name).name
         if full in known:
-            raise ConfigError(f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.")
+            raise ConfigError(
+                f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.", code="study.same-recipe"
+            )
         known[full] = name
 
 

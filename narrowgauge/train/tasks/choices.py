@@ -52,7 +52,8 @@ class ChoicesTask(TableTask):
         if 0 < config.token_budget < most * longest and config.too_long != "skip":
             raise DataError(
                 f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
-                f"{most * (longest + 15)} or more, or too_long = 'skip'."
+                f"{most * (longest + 15)} or more, or too_long = 'skip'.",
+                code="choices.token-budget",
             )
         return task
 

@@ -50,27 +50,34 @@ def classes_of(rows: Iterable[data.Record], source: str, column: str) -> Classes
         if isinstance(label, bool) or not isinstance(label, str | int):
             raise DataError(
                 f"{row.origin}: label {label!r} in column {column!r} is neither text nor a whole number. Correct the row, or name "
-                "another label_column."
+                "another label_column.",
+                code="classes.label-type",
             )
         if isinstance(label, str) and not label.strip():
-            raise DataError(f"{row.origin}: the label in column {column!r} is empty. Correct the row, or remove it.")
+            raise DataError(
+                f"{row.origin}: the label in column {column!r} is empty. Correct the row, or remove it.",
+                code="classes.empty-label",
+            )
         labels.setdefault(label, row.origin)
         if len(labels) > MOST_CLASSES:
             raise DataError(
                 f"{source}: column {column!r} has more than {MOST_CLASSES:,} different labels up to {row.origin}. Name another "
-                "label_column, or list the classes."
+                "label_column, or list the classes.",
+                code="classes.too-many",
             )
     if not labels:
-        raise DataError(f"{source}: has no rows. Pass a file with examples.")
+        raise DataError(f"{source}: has no rows. Pass a file with examples.", code="classes.no-rows")
     if len(labels) < 2:
         raise DataError(
-            f"{source}: column {column!r} has one label, {next(iter(labels))!r}. Pass data with two at least."
+            f"{source}: column {column!r} has one label, {next(iter(labels))!r}. Pass data with two at least.",
+            code="classes.one-label",
         )
     for label, origin in labels.items():
         if isinstance(label, str) and label != label.strip() and label.strip() in labels:
             raise DataError(
                 f"{origin}: label {label!r} in column {column!r} is {label.strip()!r} but for its spaces, and would be a class of its "
-                "own. Correct the row."
+                "own. Correct the row.",
+                code="classes.spaces",
             )
     numbers = {str(label) for label in labels}
     if numbers == set(map(str, range(len(numbers)))):

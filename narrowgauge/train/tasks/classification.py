@@ -93,6 +93,7 @@ def padding_id(config: TrainConfig, tokenizer: Any) -> int:
     if found is None:
         raise DataError(
             f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
-            "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
+            "finds the end of a text by it. Set pad_token in its tokenizer_config.json.",
+            code="classification.no-padding",
         )
     return int(found)

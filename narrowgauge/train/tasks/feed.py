@@ -34,7 +34,8 @@ class SampledFeed(Feed):
         self._epoch: Iterator[list[Any]] = iter(())
         if not len(self.sampler.plan):
             raise DataError(
-                "no example is left to train on: all are above the token budget. Raise token_budget or packing."
+                "no example is left to train on: all are above the token budget. Raise token_budget or packing.",
+                code="feed.none-left",
             )
 
     def draw(self, step: int) -> StepBatch:

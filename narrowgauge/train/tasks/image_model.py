@@ -48,7 +48,8 @@ def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]
     if asked and own and not config.from_scratch and asked != own:
         raise ConfigError(
             f"image_size = {config.image_size}: the model was trained on {own[0]} x {own[1]} pixels, a position for each patch. "
-            "Leave image_size out, or train --from-scratch."
+            "Leave image_size out, or train --from-scratch.",
+            code="image.size",
         )
     path = file_of(config.model, FILE) if config.model else None
     if path is not None:
@@ -65,7 +66,8 @@ def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]
     if own and not asked and (found.height, found.width) != own:
         raise ConfigError(
             f"{path}: makes pictures of {found.height} x {found.width} pixels, and the model reads {own[0]} x {own[1]}. Correct it, or "
-            "set image_size."
+            "set image_size.",
+            code="image.preprocessor",
         )
     return found, notes
 
@@ -91,7 +93,8 @@ def image_model(config: TrainConfig, model_class: ModelClass) -> Any:
     height, width = _pair(options["image_size"]) or (0, 0)
     if min(height, width) < config.patch_size:
         raise ConfigError(
-            f"patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size."
+            f"patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size.",
+            code="image.patch-size",
         )
     sizes = transformers.ViTConfig(
         hidden_size=config.hidden_size, num_hidden_layers=config.layers, num_attention_heads=config.heads,

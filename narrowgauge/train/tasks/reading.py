@@ -43,7 +43,8 @@ def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any
         return min(known, default=None)
     if positions is not None and config.max_length > positions:
         raise ConfigError(
-            f"max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less."
+            f"max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less.",
+            code="examples.max-length",
         )
     return config.max_length
 
@@ -122,7 +123,8 @@ def split_places(contents: Iterator[bytes], fraction: float, source: str, what: 
         held_out = draws <= np.sort(draws)[max(0, round(fraction * len(draws)) - 1)]
     if held_out.all():
         raise DataError(
-            f"{source}: {len(draws)} rows with one {what} cannot be split. Pass validation_data, or more rows."
+            f"{source}: {len(draws)} rows with one {what} cannot be split. Pass validation_data, or more rows.",
+            code="data.cannot-split",
         )
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 

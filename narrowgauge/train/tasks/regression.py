@@ -121,7 +121,8 @@ def scale_notes(names: list[str], numbers: Numbers, where: str) -> Iterator[str]
         if np.ptp(column) == 0:
             raise DataError(
                 f"{where}: every number in column {name!r} is {column[0]:g} ({len(column)} rows), so there is nothing to learn or to "
-                "correlate with. Pass other data, a larger validation_fraction or another label_column."
+                "correlate with. Pass other data, a larger validation_fraction or another label_column.",
+                code="regression.constant",
             )
     # A separate generator: the checks above must run when `scale_notes` is called, not when it is
     # iterated.

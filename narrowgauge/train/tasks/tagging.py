@@ -168,7 +168,10 @@ def chosen_tags(config: TrainConfig) -> tuple[str, ...]:
     reader = _columns(config, ("O", "-"))
     found = tags_of(data.records(config.data, reader.columns, header=header(config)), reader, MOST_CLASSES)
     if len(found) < 2:
-        raise DataError(f"{config.data}: {len(found)} different tags, {list(found)}. Pass data with two at least.")
+        raise DataError(
+            f"{config.data}: {len(found)} different tags, {list(found)}. Pass data with two at least.",
+            code="tagging.one-tag",
+        )
     own = getattr(own_configuration(config, TAGGER), "id2label", None) or {}
     names = tuple(str(own[place]) for place in sorted(own))
     return names if set(names) == set(found) else tuple(sorted(found))

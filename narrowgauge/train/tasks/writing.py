@@ -216,7 +216,8 @@ class Seq2SeqTask(TableTask):
         if model.config.decoder_start_token_id is None or model.config.pad_token_id is None:
             raise ConfigError(
                 f"model = {self.config.model!r}: its configuration has no decoder_start_token_id or no pad_token_id, with which "
-                "the decoder begins. Set them in its config.json."
+                "the decoder begins. Set them in its config.json.",
+                code="translation.decoder-start",
             )
         return model
 
