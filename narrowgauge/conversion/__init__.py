@@ -104,11 +104,13 @@ def convert(
     require_module(model, "convert")
     if weight_codes not in get_args(WeightCodes):
         raise ConfigError(
-            f"convert: weight_codes = {weight_codes!r}; it is one of {', '.join(map(repr, get_args(WeightCodes)))}."
+            f"convert: weight_codes = {weight_codes!r}; it is one of {', '.join(map(repr, get_args(WeightCodes)))}.",
+            code="convert.weight-codes",
         )
     if save is not None and not fuse:
         raise ConfigError(
-            f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out."
+            f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out.",
+            code="convert.save-without-fuse",
         )
     if embeddings is not None:
         check_embeddings(model, embeddings)
@@ -130,14 +132,18 @@ def convert(
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
-            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}"
+            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}",
+            code="convert.no-linear",
         )
     matching = {name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns}
     refuse_lazy(linears, matching, resolved)
     head = output_head(model)
     kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
     if all(kept.values()):
-        raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}")
+        raise ConfigError(
+            f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}",
+            code="convert.all-kept",
+        )
     given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
     left_to_auto: dict[str, nn.Linear] = {}
@@ -200,7 +206,8 @@ def refuse_lazy(
         if nn.parameter.is_lazy(linears[name].weight) and resolved[patterns[-1]] is not None:
             raise ConfigError(
                 f"convert: {name!r} is a LazyLinear, which has no shape before its first forward pass. Run one forward pass before "
-                f"convert, or leave it as it is by {{{name!r}: None}}."
+                f"convert, or leave it as it is by {{{name!r}: None}}.",
+                code="convert.lazy-linear",
             )
 
 
@@ -212,11 +219,15 @@ def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:
         if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe | Some)):
             raise ConfigError(
                 f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
-                "pattern; narrowgauge.recipes.names() lists the names."
+                "pattern; narrowgauge.recipes.names() lists the names.",
+                code="convert.pattern-value",
             )
         resolved[pattern] = chosen
     if not resolved:
-        raise ConfigError('convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.')
+        raise ConfigError(
+            'convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.',
+            code="convert.no-pattern",
+        )
     return resolved
 
 
@@ -235,7 +246,8 @@ def _decisive(
         if not isinstance(given, Some):
             if parts and given == recipes.AUTO:
                 raise ConfigError(
-                    f"convert: {parts[0].name!r} gives a layer some products, and 'auto' decides about all of them. Name its recipe."
+                    f"convert: {parts[0].name!r} gives a layer some products, and 'auto' decides about all of them. Name its recipe.",
+                    code="convert.auto-products",
                 )
             return given, parts, pattern
         parts.insert(0, given)
@@ -261,7 +273,8 @@ def _matching(
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
-                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
+                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}."),
+                code="pattern.no-match",
             )
         for name, alias in named:
             found[name].setdefault(pattern, set()).add(alias)
@@ -274,7 +287,8 @@ def _matching(
                 first, second = (getattr(patterns[each], "name", patterns[each]) for each in (pattern, last))
                 raise ConfigError(
                     f"convert: {min(others)!r} and {min(names)!r} are one Linear, to which {pattern!r} gives {first} and "
-                    f"{last!r} gives {second}. Name it once."
+                    f"{last!r} gives {second}. Name it once.",
+                    code="convert.tied-conflict",
                 )
     return {name: list(by_pattern) for name, by_pattern in found.items()}
 

@@ -140,11 +140,13 @@ def decisions(
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
             f"convert: 'auto' chooses by the sizes of the products, but tokens is {tokens!r}. "
-            "Pass tokens=, the sequences of a micro-batch times their length."
+            "Pass tokens=, the sequences of a micro-batch times their length.",
+            code="auto.tokens",
         )
     if not isinstance(choices, Mapping | None):
         raise ConfigError(
-            f"convert: choices = {choices!r} is no mapping. Pass what auto.chosen(model) gave, layer -> recipe."
+            f"convert: choices = {choices!r} is no mapping. Pass what auto.chosen(model) gave, layer -> recipe.",
+            code="auto.choices",
         )
     # Blocks repeat, so layers of one shape, dtype and device are measured once.
     made: dict[tuple[torch.device, LinearWorkload], Decision] = {}
@@ -154,7 +156,8 @@ def decisions(
             if choices.get(name) not in CANDIDATES:
                 raise ConfigError(
                     f"convert: the choice for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(CANDIDATES)}. "
-                    "Pass the choices made for this model, or none to choose again."
+                    "Pass the choices made for this model, or none to choose again.",
+                    code="auto.choice",
                 )
             found[name] = Decision(recipe=choices[name], tokens=tokens, how="given")
             continue

@@ -20,9 +20,14 @@ def check_embeddings(model: nn.Module, codes: object) -> None:
     Reasons: unknown codes, or an embedding of the model that cannot be quantized.
     """
     if codes not in FORMATS:
-        raise ConfigError(f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.")
+        raise ConfigError(
+            f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.",
+            code="convert.embeddings",
+        )
     if words := problem(model):
-        raise ConfigError(f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.")
+        raise ConfigError(
+            f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.", code="convert.embedding-codes"
+        )
 
 
 def problem(model: nn.Module) -> str:

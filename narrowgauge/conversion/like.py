@@ -59,13 +59,15 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
     require_module(reference, "convert_like")
     if policy is reference:
         raise ConfigError(
-            "convert_like: both models are one object. Pass the converted model first and its copy second."
+            "convert_like: both models are one object. Pass the converted model first and its copy second.",
+            code="convert-like.same-model",
         )
     sources = _without_adapters(policy, nn.Linear)
     if not any(isinstance(each, QLinear) for each in sources.values()):
         raise ConfigError(
             f"convert_like: no layer of the first model, {type(policy).__name__}, is converted. Call narrowgauge.convert on it before, and "
-            "pass the converted model first."
+            "pass the converted model first.",
+            code="convert-like.not-converted",
         )
     pairs = _pairs(sources, _without_adapters(reference, nn.Linear), "Linear")
     # Check every layer before the first one changes, so that an error leaves the model as it was.
@@ -120,17 +122,20 @@ def _pairs(sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str) 
             raise ConfigError(
                 f"convert_like: {kind} {name!r} of the second model is not in the first one. "
                 + (f"Closest: {near}. " if near else "")
-                + "Pass two copies of one model."
+                + "Pass two copies of one model.",
+                code="convert-like.missing-in-first",
             )
         one, other = (tuple(layer.weight.shape) for layer in (named[own], targets[name]))
         if one != other:
             raise ConfigError(
                 f"convert_like: the weight of {name!r} is {list(other)} in the second model and {list(one)} in the first one. Pass two "
-                "copies of one model."
+                "copies of one model.",
+                code="convert-like.shape",
             )
     if left := named.keys() - wanted.values():
         raise ConfigError(
-            f"convert_like: {kind} {min(left)!r} of the first model is not in the second one. Pass two copies of one model."
+            f"convert_like: {kind} {min(left)!r} of the first model is not in the second one. Pass two copies of one model.",
+            code="convert-like.missing-in-second",
         )
     return [(name, named[own], targets[name]) for name, own in wanted.items()]
 

@@ -45,7 +45,9 @@ def parse(text: str, get: Callable[[str], Recipe] = recipes.get) -> Recipe | Som
     unknown = [word for word in words.split("+") if word not in PRODUCTS]
     if unknown:
         near = closest(unknown[0], PRODUCTS) or ", ".join(PRODUCTS)
-        raise ConfigError(f"recipe {text!r}: {unknown[0]!r} names no product of a Linear. Closest: {near}.")
+        raise ConfigError(
+            f"recipe {text!r}: {unknown[0]!r} names no product of a Linear. Closest: {near}.", code="products.unknown"
+        )
     named = {product for word in words.split("+") for product in PRODUCTS[word]}
     return Some(get(name), tuple(product for product in GEMMS if product in named))
 
@@ -60,14 +62,16 @@ def composed(base: Recipe | None, parts: Iterable[Some], layer: str) -> Recipe:
         if made is None:
             raise ConfigError(
                 f"convert: {part.name!r} gives {layer!r} some products, and nothing gives it the others. Put a pattern with a whole "
-                "recipe before it."
+                "recipe before it.",
+                code="products.no-base",
             )
         try:
             made = mixed(made, part.recipe, part.products)
         except ConfigError as error:
             raise ConfigError(
                 f"convert: {layer!r}: recipe {made.name!r} cannot have {', '.join(part.products)} of {part.recipe.name!r}: {error} "
-                "Give it all products, output included, or these in bf16."
+                "Give it all products, output included, or these in bf16.",
+                code="products.mixed",
             ) from None
     assert made is not None
     return made

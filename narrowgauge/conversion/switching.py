@@ -67,7 +67,8 @@ def switched(
     if isinstance(target, Recipe) and target.has_memory:
         raise ConfigError(
             f"switched: {target.name!r} remembers amax, steps or readings from step to step, and would begin without. Name a recipe that "
-            "remembers nothing, as bf16 or fp8-current."
+            "remembers nothing, as bf16 or fp8-current.",
+            code="switched.has-memory",
         )
     quantized = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     before = {name: layer.recipe for name, layer in quantized.items() if layer.recipe is not None}
@@ -97,20 +98,28 @@ def widened(
     target = recipes.get(recipe) if isinstance(recipe, str) else recipe
     chosen = (products,) if isinstance(products, str) else tuple(products)  # one name, not letters
     if not isinstance(target, Recipe):
-        raise ConfigError(f"switch: {target!r} is not a recipe for products of a Linear. Give a recipe or its name.")
+        raise ConfigError(
+            f"switch: {target!r} is not a recipe for products of a Linear. Give a recipe or its name.",
+            code="switch.not-a-recipe",
+        )
     if set(chosen) - set(GEMMS) or not chosen:
-        raise ConfigError(f"switch: products = {chosen!r}: must be some of {GEMMS}. Name those that get the recipe.")
+        raise ConfigError(
+            f"switch: products = {chosen!r}: must be some of {GEMMS}. Name those that get the recipe.",
+            code="switch.products",
+        )
     named = [name for name in now if matches(name, layers)]
     if not named:
         near = closest(layers, now)
         raise ConfigError(
             f"switch: pattern {layers!r} names no converted layer. "
-            + (f"Closest: {near}." if near else "narrowgauge.describe(model) lists them.")
+            + (f"Closest: {near}." if near else "narrowgauge.describe(model) lists them."),
+            code="pattern.no-match",
         )
     if target.steps():
         raise ConfigError(
             f"switch: {target.name!r} learns steps, parameters that an optimizer made before does not know. "
-            "Train with it from the start, or switch to a recipe without them."
+            "Train with it from the start, or switch to a recipe without them.",
+            code="switch.learned-steps",
         )
     wide = wide_by_policy(model, target, layers)
     shared: dict[tuple[Recipe, Recipe], Recipe] = {}  # equal layers share one Recipe object
@@ -125,7 +134,8 @@ def widened(
     if not changes:
         raise ConfigError(
             f"switch: {target.name!r} would change nothing: in {', '.join(chosen)} the {len(named)} layers that {layers!r} "
-            "names have it already, or are wider. Name a wider recipe, other products or other layers."
+            "names have it already, or are wider. Name a wider recipe, other products or other layers.",
+            code="switch.no-change",
         )
     return changes
 
@@ -138,7 +148,8 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
     except ConfigError:
         raise ConfigError(
             f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "
-            f"follow {wider.name!r}. Switch all products, output included, or these to bf16."
+            f"follow {wider.name!r}. Switch all products, output included, or these to bf16.",
+            code="switch.straight-through",
         ) from None
 
 

@@ -1,12 +1,16 @@
-"""Training on many devices, on torch's own engine: what travels between ranks, in which numbers, and the proof that nothing drifts.
+"""Distributed training of converted models on top of DDP, FSDP2, tensor parallelism and pipelining.
 
     model = narrowgauge.convert(model, "fp8-current")
-    model = DistributedDataParallel(model)          # or fully_shard, parallelize_module, a stage of a pipeline, and their combinations
+    model = DistributedDataParallel(model)  # or fully_shard, parallelize_module, PipelineStage
     model = narrowgauge.distribute(model)
 
-From then on the ranks that hold a layer agree on its amax windows, learned steps and samplers at the end of each step, and draw random
-numbers by the layer's name and the global number of the micro-batch: two ranks compute what one process computes with the same
-micro-batches, to the bit.
+After `distribute`, the ranks that hold a layer synchronize its state at the end of each step: amax
+histories, learned step sizes and sampling statistics. Random numbers are keyed by the layer's name
+and the global index of the micro-batch. Two ranks therefore compute results bit-identical to one
+process that reads the same micro-batches.
+
+Optional 8-bit messages: gathered FSDP2 weights (weights.py), reduced gradients (gradients.py),
+activations of sequence parallelism (tensor_parallel.py) and of pipeline stages (pipeline.py).
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ __all__ = ["agreement_of", "distribute"]
 
 Weights = Literal["16bit", "codes"]
 Activations = Literal["16bit", "fp8"]
-ATTRIBUTE = "_narrowgauge_agreement"  # of a model that was distributed
+# Key in the `__dict__` of a distributed model.
+ATTRIBUTE = "_narrowgauge_agreement"
 
 
 Model = TypeVar("Model")
@@ -45,27 +50,36 @@ def distribute(
     replicas: dist.ProcessGroup | None = None,
     seed: int | None = None,
 ) -> Model:
-    """Arranges what ranks have to agree on for the layers of `model`, once, after it was parallelised; returns the model.
+    """Synchronize the quantization state of `model` across ranks; call once, after parallelizing it.
 
-    model        converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, as usual. Or a PipelineStage
-                 of torch.distributed.pipelining, or a list of those that this rank has
-    weights      "codes": `fully_shard` gathers the codes that the products read (weights.py); "16bit": what torch gathers
-    gradients    "fp8" or "fp8-lm": messages of one byte per number, summed in float32 (gradients.py); "16bit": torch's own
-    activations  "fp8": messages of sequence parallelism carry codes (tensor_parallel.py), and so do those between stages of a pipeline
-                 (pipeline.py); "16bit": torch's own
-    reduce       "mean" over the ranks, as DDP and fully_shard do; "sum" for a loss that was divided by the targets of all ranks
-    nodes        a mesh (nodes, ranks of a node), for narrow messages between nodes too
-    replicas     the ranks that read other data, where no wrapper of torch says it: a framework will wrap the model later, as the Trainer
-                 of transformers does, or the loop reduces gradients by itself. `torch.distributed.group.WORLD`: all ranks
-    seed         of the random numbers of recipes, equal on all ranks; None: that of torch's generator on rank 0
+    model        a converted model, after DistributedDataParallel, fully_shard or parallelize_module
+                 was applied as usual; or a PipelineStage of torch.distributed.pipelining, or the
+                 list of stages on this rank
+    weights      "codes": `fully_shard` gathers the quantized codes that the GEMMs read
+                 (weights.py); "16bit": torch's all-gather is unchanged
+    gradients    "fp8" or "fp8-lm": messages of one byte per element, summed in float32
+                 (gradients.py); "16bit": torch's own reduction
+    activations  "fp8": 8-bit messages in sequence parallelism (tensor_parallel.py) and between
+                 pipeline stages (pipeline.py); "16bit": torch's own messages
+    reduce       "mean" over the ranks, as in DDP and fully_shard; "sum" for a loss that is divided
+                 by the number of targets on all ranks
+    nodes        DeviceMesh (nodes, ranks of a node), so that messages between nodes are 8-bit too
+    replicas     process group of the data-parallel ranks, needed only if no torch wrapper defines
+                 it: the loop reduces gradients itself, or a framework such as transformers' Trainer
+                 wraps the model later. `torch.distributed.group.WORLD` means all ranks
+    seed         of the recipes' random numbers, equal on all ranks; None: rank 0's torch seed
 
-    Works without a process group too, as one rank: the run that others are compared with. Calling it again arranges all anew, after
-    another `convert` for instance, and nothing of before stays; weights that have travelled as codes must go on so.
-    `agreement_of(model)` counts steps and messages, and has the state for a checkpoint. Costs one small all-reduce per group of ranks in
-    each `advance`, which every rank must reach. Raises ConfigError, on all ranks, for what cannot be had and where ranks ask for
-    different things.
+    Without a process group the model is set up as a single rank; distributed runs are compared with
+    that run. A second call, for instance after another `convert`, replaces all earlier settings.
+    Weights that were once gathered as codes must stay so.
+
+    `agreement_of(model)` counts steps and messages and has the state to checkpoint.
+
+    Cost: one small all-reduce per process group in each `advance`, which every rank must reach.
+    Raises ConfigError on all ranks if a setting is unsupported or differs between ranks.
     """
-    from narrowgauge.distributed.arrange import arrange  # torch.distributed.fsdp and tensor take a second to import
+    # Lazy: torch.distributed.fsdp and torch.distributed.tensor take a second to import.
+    from narrowgauge.distributed.arrange import arrange
 
     return arrange(
         model, weights=weights, gradients=gradients, activations=activations, reduce=reduce, nodes=nodes, replicas=replicas, seed=seed
@@ -73,10 +87,11 @@ def distribute(
 
 
 def agreement_of(model: nn.Module) -> Agreement:
-    """What `distribute` arranged for the model. Raises ConfigError if nothing."""
+    """Return the Agreement that `distribute` attached to the model; ConfigError if there is none."""
     found: Agreement | None = model.__dict__.get(ATTRIBUTE)
     if found is None:
         raise ConfigError(
-            f"agreement_of: this {type(model).__name__} was not distributed. Pass the module that distribute was given."
+            f"agreement_of: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",
+            code="distribute.not-distributed",
         )
     return found

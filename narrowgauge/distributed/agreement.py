@@ -1,16 +1,18 @@
-"""What ranks that hold the same layers agree on at the end of each step, so that they stay equal to the bit.
+"""State that ranks with the same layers synchronize each step, and random numbers keyed by name.
 
-    amax windows     the largest amax that a rank saw, and whether one was not finite: MAX
-    samplers         the largest variance that a rank predicted: MAX
-    learned steps    in their cold start, the mean over all micro-batches: SUM of float64, which is exact
+    amax histories       MAX of each rank's largest finite amax, and of its non-finite flag
+    sampling statistics  MAX of the predicted variances
+    learned step sizes   during initialization: mean over all micro-batches (float64 SUM)
 
-One MAX for all layers of a group, in `advance`. NaN never travels: a MAX of NaN is lost on some backends, so a window keeps the
-largest finite amax and a flag apart. Every rank must end the same steps; torch's own optimizers do, also where a GradScaler skips one.
+`end_step` sends one MAX all-reduce for all layers of a process group, and one SUM while step sizes
+are initialized. Every rank must end the same steps. torch's optimizers guarantee that, also if
+GradScaler skips a step.
 
-Random numbers (stochastic rounding, random signs, samples of rows) are drawn by name (`ops.random.Stream`): by the seed of the
-micro-batch and the layer's name. `Agreement` seeds torch's generators for the length of a forward pass by (seed, step, global
-number of the micro-batch), so a rank draws what one process would draw for the same micro-batch, in dropout too; checkpointing, which
-brings the generators back, repeats it; and after the forward pass the generators are as they were.
+Random numbers (stochastic rounding, random signs, row sampling) come from `ops.random.Stream`,
+keyed by micro-batch and layer name. In each forward pass, `Agreement` seeds torch's generators with
+a hash of (seed, step, global index of the micro-batch) and restores their state afterwards. A rank
+then draws the same numbers, dropout included, as one process would for the same micro-batch.
+Activation checkpointing restores the generator and so repeats the draws.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from narrowgauge.structure import plain_name
 
 @dataclass(eq=False)
 class Peers:
-    """The ranks that hold a layer, as the layer sees them.
+    """The ranks that share one layer, seen from this rank.
 
-    name    of the layer in the whole model
-    groups  in which its state is agreed on, one after the other; empty: it stands alone
-    shard   see `ops.random.Stream`
+    agreement  the Agreement of the model
+    name       of the layer in the whole model
+    groups     process groups that synchronize the layer's state, one after the other; empty: no
+               other rank holds the layer
+    shard      role -> label of this rank's part of a sharded tensor; see `ops.random.Stream`
     """
 
     agreement: Agreement
@@ -51,33 +55,45 @@ class Peers:
     shard: dict[str, str] = field(default_factory=dict)
 
     def sends(self, layer: QLinear) -> str:
-        """What of the layer travels between ranks, in which format, how many bytes, and why not fewer; '' for nothing."""
+        """Describe the layer's messages for `describe`: format, bytes, and the reason if not 8-bit.
+
+        Returns "" if nothing of the layer is sent.
+        """
         return "; ".join(words for tell in self.agreement.tells.values() if (words := tell(layer)))
 
     def stream(self, device: torch.device) -> Stream | None:
-        """Where the layer's random numbers come from, in eager mode; None: from torch's generator, as outside of a forward pass."""
+        """Return the layer's random number stream for this forward pass (eager mode).
+
+        None outside a forward pass: the layer then draws from torch's generator.
+        """
         words = self.agreement.words(device)
         return None if words is None else Stream(self.name, words, self.shard)
 
 
 @dataclass(eq=False)
 class Agreement:
-    """Of one model, or one stage of a pipeline, on this rank.
+    """Distributed state of one model, or of one pipeline stage, on this rank.
 
-    seed          of the random numbers; equal on all ranks
-    arrange       finds layers and replica for a model, as it is parallelised now: arrange(agreement, model, is_running=False)
-    layers        those that are converted, and their peers
-    weights       of those whose weights travel as codes (weights.WeightGathers), or None
-    replica       (number, count) of this rank among those that read other data
-    step          optimizer steps that have ended
-    micro_batch   forward passes with gradients in this step
-    messages      counts what was sent (bytes), by what it was
-    gradients     how gradients travel, and the state of that
-    tells         "gradient", "weight" -> what says in words how that of a layer travels
-    is_counted    random numbers go by micro-batch though no layer is converted; then who trains calls `end_step(())` after each step
-    arranged      what the ranks were compared by: (layers and recipes, groups of ranks that read other data)
-    waits_for     the wrapper whose other ranks wait for this one's gradients: "DistributedDataParallel", "fully_shard", or ""
-    number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
+    seed         of the recipes' random numbers; equal on all ranks
+    arrange      arrange(agreement, model, is_running=False) finds the layers and the data-parallel
+                 index for the model as currently parallelized; None after the first training
+                 forward pass
+    layers       converted layer -> its Peers
+    weights      weights.WeightGathers if weights are gathered as codes, else None
+    replica      (index, count) of this rank among the data-parallel ranks
+    step         optimizer steps completed
+    micro_batch  forward passes with gradients so far in this step
+    messages     bytes sent, by kind of message
+    gradients    gradient messages and their state; None: torch reduces gradients unchanged
+    tells        {"gradient" | "weight": f(layer) -> str}, the text of describe()'s "sends" column
+    is_counted   count micro-batches although no layer is converted, so that dropout follows the
+                 same random numbers; the training loop then calls `end_step(())` after each step
+    arranged     the settings last compared between ranks: (layers and recipes, data-parallel
+                 groups)
+    waits_for    the wrapper that blocks until this rank sends gradients: "DistributedDataParallel",
+                 "fully_shard", or ""
+    number       creation index in this process; an optimizer of several models ends their steps in
+                 this order, the same on all ranks
     """
 
     seed: int
@@ -100,15 +116,16 @@ class Agreement:
     number: int = field(default_factory=itertools.count().__next__, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model stands alone: it is on no rank but this one."""
+        """Pickle and copy as an Agreement of a single rank: the copied model belongs to no group."""
         return Agreement, (0,)
 
     def attach(self, model: nn.Module) -> Topology:
-        """Follows the forward passes of the model; of what did so before, the hooks go."""
+        """Register the forward hooks on the model and replace an earlier Agreement's hooks."""
         assert self.arrange is not None
         before = model.__dict__.get(ATTRIBUTE)
         for handle in before._hooks if isinstance(before, Agreement) else ():
             handle.remove()
+        # Before FSDP's pre-forward hook: its all-gather of codes needs the scales exchanged here.
         first = model.register_forward_pre_hook(self.begin_forward, prepend=True)
         last = model.register_forward_hook(self.end_forward, always_call=True)
         self._hooks = [first, last]
@@ -116,54 +133,74 @@ class Agreement:
         return self.arrange(self, model)
 
     def follow(self, handle: Any) -> None:
-        """Another hook that goes when the model is distributed anew."""
+        """Register a hook handle to remove when the model is distributed again."""
         self._hooks.append(handle)
 
     # --- random numbers
 
     def words(self, device: torch.device) -> tuple[int, int] | Tensor | None:
-        """Of the micro-batch whose forward pass seeded the generator of the device; None if none did."""
+        """Return the key (two 32-bit integers) of the micro-batch that seeded the device's generator.
+
+        On CUDA an int64 tensor [2] on the device. None if no forward pass set the generator's seed.
+        """
+        # The generator's initial seed identifies the micro-batch. A recomputed forward pass finds
+        # its own key even after a later micro-batch has begun (pipelines). Counters on layers were
+        # considered and rejected.
         found = self._seeds.get(seed_of(device))
         if found is None or device.type != "cuda":
             return found
         return self._on_device(found, device)
 
     def continue_as(self, seed: int, device: torch.device) -> None:
-        """Of the micro-batch under way, for a part of its forward pass in which torch's generators are seeded anew."""
+        """Reuse the running micro-batch's key for `seed`, with which torch is reseeded mid-forward."""
         if (words := self._seeds.get(seed_of(device))) is not None:
             self._seeds[seed] = words
 
     def _on_device(self, words: tuple[int, int], device: torch.device) -> Tensor:
+        # One copy per micro-batch and device, shared by all layers.
         key = hash((words, device))
         if key not in self._seeds:
+            # Pinned and non_blocking: the copy must not stall the launch queue.
             self._seeds[key] = torch.tensor(words, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
         tensor: Tensor = self._seeds[key]
         return tensor
 
     def begin_forward(self, module: nn.Module, _: Any) -> None:
-        """A forward pre-hook of the whole model."""
+        """Forward pre-hook of the whole model: exchange weight scales, then seed torch's generators."""
+        # A forward pass inside backward is recomputation under activation checkpointing. torch
+        # restores the generator state of the original pass, so do not seed again or count a
+        # micro-batch.
         if torch.compiler.is_compiling() or in_backward():
-            return  # checkpointing repeats it, with the generators of then
+            return
+        # Pipeline shape inference may run on uninitialized memory. Evaluation mode keeps its amax
+        # values out of the histories.
         if is_rehearsal():
             self._rehearsing = [each for each in self.layers if each.training]
             for each in self._rehearsing:
                 each.training = False
             return
+
         trains = module.training and torch.is_grad_enabled()
         if self.gradients is not None and trains:
             self.gradients.refuse_a_second_sum(module)
-        if self.layers and trains and self.arrange is not None:  # a framework may have wrapped it since
+        # A framework may have wrapped the model in DDP after `distribute`.
+        if self.layers and trains and self.arrange is not None:
             self.arrange(self, module, is_running=True)
             self.arrange = None
+
         if self.weights is not None:
+            # Here and not in `advance`: loaded or manually written weights are seen too.
             self.weights.before_forward(is_first=not trains or self.micro_batch == 0)
         if not (trains and (self.layers or self.is_counted)):
             return
+
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
-        # Stages of a pipeline begin with other numbers: dropout would leave out the same elements in all of them.
+        # Mix in the first layer's name: otherwise dropout would mask the same elements in every
+        # pipeline stage.
         names = (peers.name for peers in self.layers.values())
         drawn = hashed(*words, next(names, "") or plain_name(next(name for name, _ in module.named_parameters())))
+        # 63 bits, so that the seed is a non-negative int64.
         seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = words
         self.micro_batch += 1
@@ -171,10 +208,11 @@ class Agreement:
         seed_all(seed)
 
     def end_forward(self, *_: Any) -> None:
-        """A forward hook of the whole model, called also where the forward pass raises."""
+        """Forward hook of the whole model, also called if the forward pass raises."""
         for each in self._rehearsing:
             each.training = True
-            each.end_step()  # casts by the scales of evaluation are not those of training
+            # Drop the cached weight casts: evaluation scales differ from training scales.
+            each.end_step()
         self._rehearsing = []
         if self._before and not torch.compiler.is_compiling() and not in_backward():
             set_generators(self._before.pop())
@@ -183,20 +221,27 @@ class Agreement:
 
     @torch.no_grad()
     def end_step(self, ended: Collection[QLinear]) -> None:
-        """Before windows, steps and samplers take over what was seen in the step."""
+        """Synchronize layer state; runs before amax histories, step sizes and samplers are updated.
+
+        ended  the layers whose optimizer step ends now
+        """
         if self.waits_for and self.arrange is not None and self.layers and not self.micro_batch and not has_compiled():
             raise ConfigError(
                 f"advance: rank {dist.get_rank()} has run no forward pass with gradients since distribute, and {self.waits_for} on the "
                 "other ranks waits for its gradients. Give every rank a batch in every step, with drop_last=True or a "
-                "DistributedSampler."
+                "DistributedSampler.",
+                code="distribute.no-forward",
             )
         members: dict[tuple[dist.ProcessGroup, ...], list[QLinear]] = {}
-        for layer, peers in self.layers.items():  # in one order on all ranks
+        # The order of layers is the same on all ranks, so the messages match element by element.
+        for layer, peers in self.layers.items():
             if layer in ended and peers.groups:
                 members.setdefault(peers.groups, []).append(layer)
         for groups, layers in members.items():
             self._agree(groups, layers)
-        if self.micro_batch or any(layer in ended for layer in self.layers):  # a rank may have had no micro-batch
+
+        # A rank without a micro-batch in this step still counts the step, as the other ranks do.
+        if self.micro_batch or any(layer in ended for layer in self.layers):
             self.step, self.micro_batch = self.step + 1, 0
             self._seeds.clear()
             if self.gradients is not None:
@@ -204,36 +249,42 @@ class Agreement:
 
     def _agree(self, groups: tuple[dist.ProcessGroup, ...], layers: list[QLinear]) -> None:
         parts = [part for layer in layers for part in _largest(layer)]
+        # NaN is never sent: some backends lose it in a MAX. Each history has a finite maximum and a
+        # separate non-finite flag.
         self._reduce("windows", parts, dist.ReduceOp.MAX, groups)
+        # Sums of log step sizes in float64, so the result does not depend on the order of the
+        # ranks.
         found = [layer.steps.found for layer in layers if layer.steps is not None and layer.steps.is_cold]
         self._reduce("learned steps", found, dist.ReduceOp.SUM, groups)
 
     def _reduce(self, what: str, parts: list[Tensor], by: Any, groups: tuple[dist.ProcessGroup, ...]) -> None:
-        """In place, all parts in one message."""
+        """Reduce `parts` in place, concatenated into one message."""
         if not parts:
             return
         together = torch.cat(parts)
         for group in groups:
             dist.all_reduce(together, by, group=group)
             self.count(what, together)
+        # `parts` are views of the layers' buffers: one launch writes all of them back.
         torch._foreach_copy_(parts, list(together.split([len(part) for part in parts])))
 
     def count(self, what: str, sent: Tensor) -> None:
-        """Counts a message."""
+        """Add a message's bytes to `messages`."""
         self.messages[what] = self.messages.get(what, 0) + sent.numel() * sent.element_size()
 
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on all ranks that hold the same layers."""
+        """Return plain values, identical on all ranks that hold the same layers."""
         own = {} if self.gradients is None else self.gradients.state_dict()
         return {"seed": self.seed, "step": self.step, "gradients": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave, on any number of ranks. Raises CheckpointError if it is none."""
+        """Load a `state_dict`, saved by any number of ranks. CheckpointError if it is malformed."""
         if not all(type(state.get(key)) is int and state[key] >= 0 for key in ("seed", "step")):
             raise CheckpointError(
-                f"distribute: {dict(state)!r} is no state of it, which has whole numbers 'seed' and 'step'. Pass what state_dict() gave."
+                f"distribute: {dict(state)!r} is no state of it, which has whole numbers 'seed' and 'step'. Pass what state_dict() gave.",
+                code="distribute.state",
             )
         if self.gradients is not None:
             self.gradients.load_state_dict(state.get("gradients", {}))
@@ -241,7 +292,10 @@ class Agreement:
 
 
 def _largest(layer: QLinear) -> Iterator[Tensor]:
-    """Views of what ranks take the largest of: seen and nonfinite of each window, and the sampler's readings."""
+    """Yield views of the state reduced by MAX.
+
+    These are (seen, nonfinite) of each amax history and the sampler's readings.
+    """
     for window in (layer.scaling or {}).values():
         yield window.live[SEEN:]  # type: ignore[index]
     if layer.sampling is not None:

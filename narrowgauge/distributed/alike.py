@@ -1,4 +1,7 @@
-"""Ranks that were given different settings would wait for each other for ever, or train another model: they refuse, all of them."""
+"""Check that all ranks were given the same settings, and raise the same error on each if not.
+
+Ranks with different settings would deadlock in a collective or silently train different models.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,21 @@ def refuse_others(
     device: torch.device | str,
     timeout_s: float | None = None,
 ) -> None:
-    """Raises ConfigError on every rank of each group if a value differs on one: numbers, words, None and tuples of them.
+    """Raise ConfigError on every rank of each group if a setting differs between its ranks.
 
-    The names must be the same on all ranks. Costs one small all-reduce, and a second exchange where something differs.
-    timeout_s: for the other ranks to join in, or RuntimeError; None: the group's own.
+    asked      name -> value: numbers, strings, None or tuples; the names must be the same on all
+               ranks
+    groups     process groups to compare within, one after the other
+    device     where the compared tensor is created; must suit the groups' backend
+    timeout_s  seconds to wait for the other ranks, else RuntimeError; None: the group's timeout
+
+    Cost: one small all-reduce per group, and an all_gather_object if a value differs.
     """
+    # 56 bits of SHA-256: digest and negated digest both fit into int64.
     digests = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in asked.values()]
     for group in groups:
+        # One MAX gives both bounds, max(d) and -min(d); the values are equal if and only if they
+        # agree.
         both = torch.tensor([digests, [-digest for digest in digests]], device=device)
         if timeout_s is None:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
@@ -36,14 +47,21 @@ def refuse_others(
         for (name, value), high, low in zip(asked.items(), highest, lowest, strict=True):
             if high == -low:
                 continue
+            # All ranks see the same bounds and take this branch together, so the collective cannot
+            # deadlock.
             told: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(told, (dist.get_rank(), value), group=group)
             words = "; ".join(f"{own!r} on rank {rank}" for rank, own in _different(told))
-            raise ConfigError(f"distribute: ranks differ in {name}: {words}. Give all ranks the same.")
+            raise ConfigError(
+                f"distribute: ranks differ in {name}: {words}. Give all ranks the same.", code="distribute.ranks-differ"
+            )
 
 
 def _different(told: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-    """(rank, value), of tuples the first item that is not the same everywhere; None: a rank has no such item."""
+    """Return [(rank, value)], reduced to the first differing item if all values are tuples.
+
+    None stands for an item that a shorter tuple lacks.
+    """
     if not all(isinstance(value, tuple) for _, value in told):
         return told
     longest = max(len(value) for _, value in told)

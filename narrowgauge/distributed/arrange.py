@@ -1,4 +1,7 @@
-"""What `distribute` does: finds how a model was parallelised, and has every part of its messages set up, alike on all ranks."""
+"""Implementation of `distribute`: detect how the model is parallelized and set up its messages.
+
+Every check compares ranks, so that a wrong argument on one rank raises on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ from narrowgauge.errors import ConfigError, PeerError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
 
-FIRST_FORWARD_S = 300.0  # for the slowest rank to begin its first forward pass
+# Seconds in which the slowest rank must begin its first forward pass.
+FIRST_FORWARD_S = 300.0
 
 
 def arrange(
     model: Model, *, weights: Weights, gradients: Numbers, activations: Activations, reduce: Reduce, nodes: DeviceMesh | None,
     replicas: dist.ProcessGroup | None, seed: int | None,
 ) -> Model:  # fmt: skip
-    """See `distribute`."""
+    """Implement `distribute`; see there for the arguments."""
     stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
     wrong = _wrong(model, weights, activations, replicas, seed, is_model=are_stages or isinstance(model, nn.Module))
@@ -41,7 +45,9 @@ def arrange(
             seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights, is_stage=are_stages)
         )
         topology = agreement.attach(module)
+        # Ranks with different formats would run different collectives and deadlock.
         refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
+        # A single unwrapped process sends nothing, but keeps the settings for its state_dict.
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone and not (topology.ddp or topology.fsdp):
             agreement.gradients = gradient_messages.nothing_travels(gradients, reduce)
@@ -61,24 +67,35 @@ def _arrange(
     agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: Weights, is_stage: bool,
     is_running: bool = False,
 ) -> Topology:  # fmt: skip
-    """For the model as it is parallelised now; again in its first forward pass, if it was wrapped after `distribute`."""
+    """Set up layers, peers and weight gathers for the model as it is parallelized now.
+
+    is_running  called from the first training forward pass, for models that a framework wrapped
+                after `distribute`
+    """
+    # `distribute` may have been called before DDP, or on the module inside it. Without this look
+    # the ranks would stay independent and draw the same random numbers.
     around = ddp_around(model) if is_running else None
     topology = Topology.of(model if around is None else around, replicas)
     _refuse_codes(topology, model, weights)
     if is_running and not is_stage:
         _warn_of_one_replica(topology, model)
+
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     for layer, name in layers.items():
         if layer.frozen is not None and isinstance(layer.weight, DTensor):
             raise ConfigError(
                 f"distribute: the weight of {name!r} is kept as codes (memory.freeze), which fully_shard and tensor parallelism do not "
-                "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel."
+                "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel.",
+                code="distribute.frozen-codes",
             )
+    # Strings: recipes are compared by digest, and shown in the error message.
     recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
     _refuse_other_recipes(agreement, topology, model, recipes, is_running)
     topology.refuse_steps_that_nobody_sums(layers)
+
     agreement.replica = topology.replica
     several = dist.is_initialized() and dist.get_world_size() > 1
+    # Stages of a pipeline may run no forward pass of their own in a step, so they are exempt.
     agreement.waits_for = topology.wrapper if several and not is_stage else ""
     agreement.layers = {
         layer: Peers(agreement, plain_name(name), topology.groups_of(layer), topology.shard_of(layer))
@@ -86,12 +103,14 @@ def _arrange(
     }
     for layer, peers in agreement.layers.items():
         layer.peers = peers
+
     topology.leave_out_of_broadcasts(model, layers)
     if weights == "codes":
         gathers = weight_gathers.install(model, topology, agreement)
         if dist.is_initialized() and dist.get_world_size() > 1:
             agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
     else:
+        # An earlier `distribute` may have set up gathers of codes.
         weight_gathers.leave(agreement)
         if topology.fsdp and dist.get_world_size() > 1:
             agreement.tells["weight"] = _gathers_whole
@@ -101,11 +120,11 @@ def _arrange(
 def _refuse_other_recipes(
     agreement: Agreement, topology: Topology, model: nn.Module, recipes: tuple[str, ...], is_running: bool
 ) -> None:
-    """Raises ConfigError on all ranks where layers or recipes differ.
+    """Raise ConfigError on all ranks if the converted layers or their recipes differ.
 
-    The first forward pass repeats the comparison only where this rank has changed since `distribute`: a rank that
-    has no batch runs no forward pass, and the others would wait for it. Where they have to wait, they raise PeerError
-    after FIRST_FORWARD_S.
+    is_running  compare again only if this rank's layers, recipes or groups changed since
+                `distribute`. A rank without a batch runs no forward pass, and the others would wait
+                for it. PeerError after FIRST_FORWARD_S.
     """
     arranged = (recipes, topology.replicas)
     if is_running and arranged == agreement.arranged:
@@ -120,7 +139,8 @@ def _refuse_other_recipes(
         raise PeerError(
             f"distribute: rank {dist.get_rank()} is in its first forward pass since the model was wrapped or converted, and "
             f"another rank has not begun its own within {FIRST_FORWARD_S:g} s: {str(error).splitlines()[0][:200]} Give every "
-            "rank a batch in every step, or call distribute after the model was wrapped."
+            "rank a batch in every step, or call distribute after the model was wrapped.",
+            code="distribute.first-forward",
         ) from error
 
 
@@ -128,12 +148,13 @@ def _refuse_codes(topology: Topology, model: nn.Module, weights: Weights) -> Non
     if weights == "codes" and not topology.fsdp and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f'distribute: weights="codes" says how fully_shard gathers, and {type(model).__name__} was not passed to it. Call '
-            "fully_shard first, on this model, or leave weights out."
+            "fully_shard first, on this model, or leave weights out.",
+            code="distribute.codes-without-fsdp",
         )
 
 
 def _warn_of_one_replica(topology: Topology, model: nn.Module) -> None:
-    """Several ranks train what nothing says they share: their data differ, most likely, and nobody agrees on anything."""
+    """Warn if several ranks train but no wrapper, group or DTensor connects them."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several and not topology.replicas and not any(isinstance(each, DTensor) for each in model.parameters()):
         warnings.warn(
@@ -146,7 +167,7 @@ def _warn_of_one_replica(topology: Topology, model: nn.Module) -> None:
 
 
 def _gathers_whole(layer: QLinear) -> str:
-    """What fully_shard gathers of a weight, in words."""
+    """Describe the 16-bit all-gather of a layer's weight under fully_shard."""
     weight = layer.weight
     if not isinstance(weight, DTensor):
         return ""
@@ -163,7 +184,7 @@ def _recipe_words(layer: QLinear) -> str:
 
 
 def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool) -> str:
-    """What this rank cannot have, a sentence with the next step, or ''."""
+    """Return an error sentence, with the next step, for this rank's invalid arguments, or ""."""
     for name, value, known in (("weights", weights, Weights), ("activations", activations, Activations)):
         if value not in get_args(known):
             return f"{name} is {value!r}; choose one of {', '.join(get_args(known))}."
@@ -179,18 +200,24 @@ def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any,
 
 
 def _agreed_seed(seed: int | None, wrong: str) -> int:
-    """Rank 0's, on all ranks. Raises ConfigError on all ranks if one has another, or something `wrong`: else they would wait for it."""
+    """Return rank 0's seed on all ranks.
+
+    Raises ConfigError on all ranks if seeds differ or if any rank reports an error in `wrong`. The
+    error travels with the seed: raising on one rank alone would leave the others in this exchange.
+    """
     own = torch.initial_seed() if seed is None else seed
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if wrong:
-            raise ConfigError(f"distribute: {wrong}")
+            raise ConfigError(f"distribute: {wrong}", code="distribute.refused")
         return own
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (wrong, own, seed))
     for rank, (words, _, _) in enumerate(told):
         if words:
-            raise ConfigError(f"rank {rank}: distribute: {words}")
+            raise ConfigError(f"rank {rank}: distribute: {words}", code="distribute.refused")
     seeds = [each for _, _, each in told]
     if len(set(seeds)) > 1:
-        raise ConfigError(f"distribute: ranks have seeds {seeds}. Pass the same on all of them.")
+        raise ConfigError(
+            f"distribute: ranks have seeds {seeds}. Pass the same on all of them.", code="distribute.seeds"
+        )
     return int(told[0][1])

@@ -1,13 +1,11 @@
-"""Gathered codes inside of compiled code: what `fully_shard` has gathered is an input of the graph, and the products read it there.
+"""Read gathered weight codes inside graphs of torch.compile.
 
-    forward     the bytes at hand, as they are
-    backward    narrowgauge::gathered_codes(bytes, number, gradient, which)      the bytes that the ranks have sent by then
+FSDP2 gathers the codes outside the graph and passes them in as an input.
 
-A graph keeps inputs for backward and FSDP fills them anew before it, so the same tensor may hold other codes then: those of `grad_input`
-where a weight travels as two sets. Only an operator knows at run time which they are, and gathers those that are not at hand, as eager
-mode does. It is handed a number of the weight, which is a tensor, so that layers alike share one graph; and the gradient, without which
-torch's partitioner would move what backward makes of the bytes into forward, and keep it, or compute it from the other set.
-The operator copies the bytes: it may not return its input. A `weight` of this file is a weights.GatheredWeight.
+    forward   reads the input tensor directly
+    backward  narrowgauge::gathered_codes(data, number, after, which, records)
+
+A `weight` in this file is a `weights.GatheredWeight`.
 """
 
 from __future__ import annotations
@@ -21,28 +19,39 @@ from torch import Tensor
 
 from narrowgauge.addresses import identity
 
-# torch 2.11 and 2.12 were not run: there a layer computes between two graphs.
+# Not tested on torch 2.11 and 2.12: with those the layer runs between two graphs.
 OLDEST = (2, 13)
 WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= OLDEST
 
+# The index is a tensor, so that identical layers share one compiled graph.
 _numbers = count()
-# An operator is handed nothing but tensors and plain values.
+# Custom operators take only tensors and plain values, hence a table of weak references.
 _weights: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def numbered(weight: Any) -> Tensor:
-    """By which the operator finds the weight, 0-d int64 on the CPU."""
+    """Register the weight and return its index (0-d int64 tensor on the CPU) for the operator."""
     number = next(_numbers)
     _weights[number] = weight
     return torch.tensor(number, dtype=torch.int64)
 
 
 def read(weight: Any, which: str, records: bool, after: Tensor | None) -> Tensor:
-    """The bytes of all rows, [N, width], while torch.compile traces. after: the gradient, in backward."""
+    """Return the codes of all rows, uint8 [N, width], while torch.compile traces.
+
+    which    "rows" for the output GEMM, "cols" for grad_input
+    records  the scale comes from the amax history (training), not from the weight itself
+    after    the output gradient in backward, None in forward
+    """
     held, rows = weight.held, weight.rows.whole
     assert held is not None
+    # With one set of codes forward and backward read the same bytes.
     if after is None and not weight.coder.has_two_sets and weight.is_at_hand(which, records):
         return held.data[:rows]
+    # FSDP refills the same tensor before backward, with the grad_input codes if the recipe has two
+    # sets. Only an operator can check at run time which set it holds, and gather the other one.
+    # `after` ties the read to backward: without that dependency torch's partitioner may move work
+    # on these bytes into forward.
     found: Tensor = torch.ops.narrowgauge.gathered_codes(held.data, weight.number, after, which, records)
     return found[:rows]
 
@@ -50,6 +59,7 @@ def read(weight: Any, which: str, records: bool, after: Tensor | None) -> Tensor
 def _gathered_codes(data: Tensor, number: Tensor, after: Tensor | None, which: str, records: bool) -> Tensor:
     weight = _weights[int(number)]
     found: Tensor = weight.bytes_of(which, records)
+    # A custom operator must not return its input.
     return found.clone() if identity(found) == identity(data) else found
 
 

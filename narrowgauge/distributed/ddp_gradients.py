@@ -1,9 +1,7 @@
-"""Gradients of DistributedDataParallel: a communication hook that replaces the all-reduce of each bucket.
+"""8-bit gradient reduction for DistributedDataParallel, as a communication hook per bucket.
 
-    one group         bucket [ranks, columns] -> reduce-scatter -> all-gather
-    nodes x ranks     bucket -> reduce-scatter in the node -> all-reduce of each part across nodes -> all-gather in the node
-
-The last step rounds nothing when the step before has sent E4M3 in the same tiles, for which the columns are cut accordingly.
+one group      bucket [ranks, columns] -> reduce-scatter -> all-gather
+nodes x ranks  reduce-scatter in the node -> all-reduce across nodes -> all-gather in the node
 """
 
 from __future__ import annotations
@@ -26,18 +24,19 @@ from narrowgauge.distributed.shared_scale import Pieces
 from narrowgauge.errors import ConfigError
 
 Future = torch.futures.Future[Tensor]
-HOOK = "_narrowgauge_hook"  # of a DistributedDataParallel
+# Key in the `__dict__` of a DistributedDataParallel.
+HOOK = "_narrowgauge_hook"
 
 
 class Bucket(Protocol):
-    """`dist.GradBucket`, as far as it is used: one flat buffer with the gradients of these parameters, in their order."""
+    """The used part of `dist.GradBucket`: a flat buffer with the parameters' gradients in order."""
 
     def buffer(self) -> Tensor: ...
     def parameters(self) -> list[Tensor]: ...
 
 
 def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | None) -> None:
-    """See `gradients.install`."""
+    """Install the hook on `model`; see `gradients.install`."""
     group = model.process_group
     within, across = _hops(made, group, mesh)
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
@@ -52,11 +51,13 @@ def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | 
     elif made.reduce == "sum":
         _register(model, lambda bucket: _summed_by_torch(made, group, bucket))
     elif isinstance(model.__dict__.get(HOOK), _Hook):
-        _register(model, lambda bucket: allreduce_hook(group, bucket))  # torch's mean
+        # An earlier `distribute` left a hook, which DDP cannot remove: make it torch's default
+        # mean.
+        _register(model, lambda bucket: allreduce_hook(group, bucket))
 
 
 class NarrowHook:
-    """The narrow all-reduce of a bucket. On a GPU it runs in a stream of its own, beside the backward pass."""
+    """8-bit all-reduce of a bucket. On a GPU it runs on its own stream, beside backward."""
 
     def __init__(self, made: Gradients, names: Mapping[int, str], within: Link, across: Link | None) -> None:
         self.made, self.names, self.within, self.across = made, names, within, across
@@ -75,7 +76,7 @@ class NarrowHook:
         return done
 
     def beside(self, device: torch.device) -> torch.Stream:
-        """The hook's stream, which goes on where the current one is."""
+        """Return the hook's stream, synchronized with the current stream."""
         if device not in self.streams:
             self.streams[device] = torch.Stream(device)
         stream = self.streams[device]
@@ -83,12 +84,17 @@ class NarrowHook:
         return stream
 
     def reduced(self, flat: Tensor, pieces: Pieces) -> Tensor:
-        """The bucket's sum or mean, float32, the same bits on every rank."""
+        """Return the bucket's sum or mean over ranks, float32, bit-identical on every rank."""
         within, across = self.within, self.across
+        # Columns are a multiple of TILE times the number of nodes. The all-gather then uses the
+        # same tiles as the all-reduce across nodes, and quantizing E4M3 values again in the same
+        # tiles is exact.
         rows = messages.as_rows(flat, within.size, TILE * across.size if across else 1)
         filled_up = rows.numel() - flat.numel()
+        # Padding zeros count as part of the last tensor.
         pieces = Pieces(pieces.names, (*pieces.lengths[:-1], pieces.lengths[-1] + filled_up))
         mine = self.made.reduce_scatter(rows, pieces, within, (across,) if across else ())
+        # Divide before the second quantization: the mean is rounded once on its way back.
         mine = mine / self.divisor
         if across is not None:
             mine = messages.all_reduce(mine, across)
@@ -107,13 +113,17 @@ def _summed_by_torch(made: Gradients, group: dist.ProcessGroup, bucket: Bucket) 
 
 
 class _Hook:
-    """What DDP's communication hook calls: torch takes one hook and keeps it, and a model may be distributed anew."""
+    """Mutable target of DDP's communication hook.
+
+    DDP accepts one hook for its lifetime, but a model may be distributed again with other settings.
+    """
 
     def __init__(self, call: Callable[[Bucket], Future]) -> None:
         self.call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ()  # a copy of the model has no hook
+        # A copied model has no hook registered, so its entry becomes an empty dict.
+        return dict, ()
 
 
 def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) -> None:
@@ -122,7 +132,8 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
         return
     own = _Hook(call)
 
-    # Without annotations, which DDP compares with classes; a function, since DDP asks for its name.
+    # No annotations: DDP compares them with classes, which `from __future__ import annotations`
+    # turns into strings. A plain function: DDP reads its `__name__`.
     def narrowgauge_gradients(state, bucket):  # type: ignore[no-untyped-def]
         return own.call(bucket)
 
@@ -131,20 +142,22 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
     except RuntimeError as error:
         raise ConfigError(
             f"distribute: this DistributedDataParallel refuses a communication hook: {str(error).splitlines()[0]} "
-            "Register none yourself."
+            "Register none yourself.",
+            code="distribute.comm-hook",
         ) from error
     model.__dict__[HOOK] = own
 
 
 def _hops(made: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) -> tuple[Link, Link | None]:
-    """The link in which a reduce-scatter takes place, and the one that joins its results."""
+    """Return the link of the reduce-scatter, and the link across nodes (None for one group)."""
     if mesh is None:
         return made.link(group), None
     given, found = sorted(mesh.mesh.flatten().tolist()), sorted(dist.get_process_group_ranks(group))
     if given != found:
         raise ConfigError(
             f"distribute: mesh {list(mesh.mesh.shape)} has the ranks {given}, but the model's group has {found}. "
-            "Give a mesh of the same ranks."
+            "Give a mesh of the same ranks.",
+            code="distribute.mesh-ranks",
         )
     return made.link(mesh.get_group(1)), made.link(mesh.get_group(0))
 

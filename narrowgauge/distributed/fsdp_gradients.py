@@ -1,8 +1,8 @@
-"""Gradients of FSDP2 modules: a reduce-scatter of our own, and for several nodes a hook that joins what it gives.
+"""8-bit gradient reduction for FSDP2: a custom reduce-scatter, and an all-reduce across nodes.
 
-FSDP2 calls the reduce-scatter with [ranks, columns], row r holding for each parameter, one after another, what rank r keeps of its
-gradient, rows of zeros added so that all ranks keep equally much. It divides by the number of ranks afterwards, and runs all of it in
-streams of its own.
+FSDP2 calls the reduce-scatter with [ranks, columns]. Row r holds, parameter after parameter, the
+gradient elements that rank r owns, padded with zero rows so that all ranks own equally many. FSDP2
+divides by the number of ranks afterwards, and runs the reduction on its own streams.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from narrowgauge.distributed.torch_private import DefaultReduceScatter, ReduceSc
 from narrowgauge.errors import ConfigError
 
 Parameters = Sequence[tuple[str, Tensor]]
-CHANGED = "_narrowgauge_changed"  # of a module of fully_shard: what `distribute` has set in it
-TORCHS: dict[str, Callable[[], Any]] = {  # as torch has it
+# Key in the `__dict__` of an FSDP2 module: the setters that `distribute` has called on it.
+CHANGED = "_narrowgauge_changed"
+# torch's defaults, to undo those settings. A second `distribute` without this left gradients summed
+# or 8-bit, silently.
+TORCHS: dict[str, Callable[[], Any]] = {
     "set_force_sum_reduction_for_comms": lambda: False,
     "set_gradient_divide_factor": lambda: None,
     "set_custom_reduce_scatter": DefaultReduceScatter,
@@ -37,7 +40,7 @@ TORCHS: dict[str, Callable[[], Any]] = {  # as torch has it
 
 
 def install(model: nn.Module, made: Gradients, mesh: DeviceMesh | None) -> None:
-    """See `gradients.install`."""
+    """Install the collectives on all FSDP2 modules; see `gradients.install`."""
     blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     made.names = (*(name for name, _ in model.named_parameters()), *(_whole(name) for name, _ in blocks))
     across = None if mesh is None else made.link(mesh.get_group(0))
@@ -60,10 +63,12 @@ def install(model: nn.Module, made: Gradients, mesh: DeviceMesh | None) -> None:
 
 
 def _install(block: FSDPModule, made: Gradients, comm: ReduceScatter, across: Link | None) -> None:
-    for method in block.__dict__.pop(CHANGED, ()):  # it was distributed before
+    # Undo an earlier `distribute`.
+    for method in block.__dict__.pop(CHANGED, ()):
         getattr(block, method)(TORCHS[method]())
     if made.reduce == "sum" or made.numbers != "16bit":
-        _set(block, "set_force_sum_reduction_for_comms", True)  # the other way, PREMUL_SUM, is not in gloo
+        # torch's alternative for a mean, PREMUL_SUM, is not implemented in gloo.
+        _set(block, "set_force_sum_reduction_for_comms", True)
     if made.reduce == "sum":
         _set(block, "set_gradient_divide_factor", 1.0)
     try:
@@ -72,21 +77,24 @@ def _install(block: FSDPModule, made: Gradients, comm: ReduceScatter, across: Li
         if across is not None:
             _set(block, "set_all_reduce_hook", partial(_join, made, across))
     except ValueError as error:
-        raise ConfigError(f"distribute: {error} Shard each module over one mesh.") from error
+        raise ConfigError(
+            f"distribute: {error} Shard each module over one mesh.", code="distribute.one-mesh"
+        ) from error
 
 
 def _set(block: FSDPModule, method: str, value: Any) -> None:
     if not hasattr(block, method):
         raise ConfigError(
             f"distribute: torch {torch.__version__} has no FSDPModule.{method}, which these gradient messages need. "
-            'Install a newer torch, or use gradients="16bit" with reduce="mean".'
+            'Install a newer torch, or use gradients="16bit" with reduce="mean".',
+            code="distribute.old-torch",
         )
     getattr(block, method)(value)
     block.__dict__.setdefault(CHANGED, []).append(method)
 
 
 def _own_parameters(prefix: str, block: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those outside FSDP2 modules within it, in the order in which FSDP2 lays them out."""
+    """Yield the parameters of `block` outside its inner FSDP2 modules, in FSDP2's layout order."""
     inner = [f"{name}." for name, module in block.named_modules() if name and isinstance(module, FSDPModule)]
     for name, parameter in block.named_parameters():
         if not name.startswith(tuple(inner)):
@@ -94,7 +102,7 @@ def _own_parameters(prefix: str, block: nn.Module) -> Iterator[tuple[str, Tensor
 
 
 def _groups(parameters: Parameters) -> list[dist.ProcessGroup]:
-    """Of each axis of the mesh that they lie on."""
+    """Return the process group of each mesh axis of the first DTensor; [] without DTensors."""
     for _, parameter in parameters:
         if isinstance(parameter, DTensor):
             return [parameter.device_mesh.get_group(axis) for axis in range(parameter.device_mesh.ndim)]
@@ -108,19 +116,23 @@ def _check_mesh(own: Parameters, mesh: DeviceMesh) -> None:
         raise ConfigError(
             f"distribute: {own[0][0]} lies on a mesh whose axes have the ranks {axes}; with mesh {list(mesh.mesh.shape)} it should be "
             f"sharded over the ranks of a node, {within}, and not over {across}. "
-            "Call fully_shard(module, mesh=mesh[the last axis's name]), or leave mesh out."
+            "Call fully_shard(module, mesh=mesh[the last axis's name]), or leave mesh out.",
+            code="distribute.mesh-axes",
         )
 
 
 def _is_hsdp(parameter: Tensor) -> bool:
-    """Copies along one axis of its mesh, and shards along another. Tensor parallelism has copies too, on its last axis."""
+    """Return True for parameters of HSDP: replicated along the first mesh axis.
+
+    Tensor parallelism replicates too, but on the last axis.
+    """
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and parameter.placements[0].is_replicate()
 
 
 def _join(made: Gradients, across: Link, shard: Tensor) -> None:
-    """After the reduce-scatter in the node: the same shard of all nodes, in place."""
+    """All-reduce hook: combine the shard with the same shard of the other nodes, in place."""
     joined = across.sum(shard) if made.numbers == "16bit" else messages.all_reduce(shard, across)
-    # FSDP2 divides by the ranks of the node alone.
+    # FSDP2 itself divides only by the number of ranks in the node.
     shard.copy_(joined / across.size if made.reduce == "mean" else joined)
 
 
@@ -145,24 +157,30 @@ class FsdpReduceScatter(ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise ConfigError(
                 f"gradient messages: FSDP2 asks for {op} in {self.name or 'the model'}, but narrow messages are summed. "
-                "Call set_force_sum_reduction_for_comms(True) after whatever turned it off."
+                "Call set_force_sum_reduction_for_comms(True) after whatever turned it off.",
+                code="gradient-messages.reduction",
             )
         link = self.made.link(group)
         rows = input_tensor.view(link.size, -1)
         if link not in self.layouts:
             self.layouts[link] = self.pieces(link), self.elsewhere(link)
         pieces, elsewhere = self.layouts[link]
-        if pieces.numel != rows.numel():  # some have no gradient this time, or their layout is another: all as one
+        # Some parameters have no gradient this time, or torch's layout differs: use one scale for
+        # all.
+        if pieces.numel != rows.numel():
             pieces = Pieces((_whole(self.name),), (rows.shape[1],), repeats=link.size)
         output_tensor.copy_(self.made.reduce_scatter(rows, pieces, link, elsewhere))
 
     def pieces(self, link: Link) -> Pieces:
-        """The tensors of a message in which all have a gradient."""
+        """Return the layout of a message in which every parameter has a gradient."""
         sizes = {name: _shard_numel(parameter, link) for name, parameter in self.own if parameter.numel()}
         return Pieces(tuple(sizes), tuple(sizes.values()), repeats=link.size)
 
     def elsewhere(self, link: Link) -> tuple[Link, ...]:
-        """To ranks with copies or other parts of the same parameters: of HSDP, of tensor parallelism, in other nodes."""
+        """Return links to ranks with replicas or other shards of the same parameters.
+
+        These are HSDP replicas, tensor-parallel ranks and other nodes; they share mu of "fp8-lm".
+        """
         ranks = set(dist.get_process_group_ranks(link.group))
         groups = [group for group in _groups(self.own) if not ranks >= set(dist.get_process_group_ranks(group))]
         links = tuple(self.made.link(group) for group in groups)
@@ -170,7 +188,10 @@ class FsdpReduceScatter(ReduceScatter):
 
 
 def _shard_numel(parameter: Tensor, link: Link) -> int:
-    """Numbers of the longest shard over these ranks, which is what each of them gets, of what tensor parallelism leaves of it."""
+    """Return the padded shard size of a parameter over the link's ranks, in elements.
+
+    Axes sharded by other groups (tensor parallelism) are divided first.
+    """
     sizes = list(parameter.shape) or [1]
     if isinstance(parameter, DTensor):
         groups = zip(_groups([("", parameter)]), parameter.placements, strict=True)
@@ -182,5 +203,5 @@ def _shard_numel(parameter: Tensor, link: Link) -> int:
 
 
 def _whole(block: str) -> str:
-    """The name of all of a block's tensors as one; no parameter has it."""
+    """Return the name of a block's concatenated gradients; no parameter has such a name."""
     return f"{block}.*" if block else "*"

@@ -1,8 +1,10 @@
-"""The ordinary weights of a model that is spread over ranks, on rank 0: for export, whatever the mesh.
+"""Gather the full, unquantized weights of a distributed model on rank 0, for export.
 
-Tensor by tensor, in one order on all ranks: the ranks that share a DTensor gather it, and rank 0 moves it to the CPU before the
-next one is gathered. A tensor that rank 0 holds no part of (another stage's of a pipeline) is sent to it by the first rank that does.
-Beside the result, rank 0 holds one tensor twice; the other ranks hold one tensor whole.
+Works for any parallelization. Tensors are gathered one by one, in the same order on all ranks. The
+ranks of a DTensor gather it, and rank 0 moves it to the CPU before the next one. If rank 0 holds no
+part of a tensor (another pipeline stage), the first rank that does sends it.
+
+Peak memory besides the result: two copies of one tensor on rank 0, one full tensor on the others.
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ def gathered(
     only: Callable[[str], bool] = is_weight,
     process_group: Group = None,
 ) -> dict[str, Tensor]:
-    """The model's state dict with whole tensors on the CPU, on rank 0; {} on the others. All ranks call it.
+    """Return the model's state dict with full CPU tensors on rank 0, {} on the other ranks.
 
-    dtype  of floating-point weights of more than 8 bits, for instance torch.bfloat16: cast before they travel; None keeps theirs
-    only   which names to take, without what DDP and other wrappers add; default: those of the model before `convert`, no windows or steps
+    All ranks must call it.
 
-    Tied weights come back tied. For `model.save_pretrained(folder, state_dict=gathered(model, torch.bfloat16))` on rank 0.
-    Plain tensors on the CPU that are not cast are the model's own, not copies.
+    dtype          cast floating-point weights of more than 8 bits to it before sending, for
+                   instance torch.bfloat16; None: no cast
+    only           predicate on names (without prefixes of DDP and other wrappers); default: the
+                   weights of the model before `convert`, without amax histories and step sizes
+    process_group  of all ranks that hold parts of the model; None: the default group
+
+    Tied weights stay tied. Use it as `model.save_pretrained(folder, state_dict=gathered(model,
+    torch.bfloat16))` on rank 0. Plain CPU tensors without a cast are the model's own tensors, not
+    copies.
     """
     rank, world = rank_and_world(process_group)
     state = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -42,12 +50,15 @@ def gathered(
     if world > 1:
         dist.all_gather_object(told, forms, group=process_group)
     holders: dict[str, int] = {}
+    # The lowest rank that holds a tensor sends it. The order of `holders` is the same on all ranks,
+    # so the collectives match.
     for place, of_rank in enumerate(told):
         for name in of_rank:
             holders.setdefault(name, place)
     result: dict[str, Tensor] = {}
     for name, holder in holders.items():
         form = told[holder][name]
+        # The earlier name's tensor was gathered already: reuse the object, so that ties survive.
         if form.tied:
             found = result.get(form.tied)
         else:
@@ -60,7 +71,7 @@ def gathered(
 
 @dataclass(frozen=True)
 class Form:
-    """Of a tensor as it travels; `tied`: an earlier name of the same one, or ''."""
+    """Metadata of a sent tensor; `tied` is an earlier name of the same tensor, or ""."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -68,12 +79,14 @@ class Form:
 
 
 def _forms(own: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Form]:
-    first: dict[int, str] = {}  # tied weights are one object
+    # Tied weights are one Python object.
+    first: dict[int, str] = {}
     forms = {}
     for name, tensor in own.items():
         if tensor.is_meta:
             raise CheckpointError(
-                f"gathered: {name!r} is a meta tensor, without memory. Load or initialise the model first."
+                f"gathered: {name!r} is a meta tensor, without memory. Load or initialise the model first.",
+                code="distribute.meta-tensor",
             )
         earlier = first.setdefault(id(tensor), name)
         forms[name] = Form(_cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else "")
@@ -86,13 +99,13 @@ def _cast(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 @torch.no_grad()
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A collective of the ranks that share it."""
+    """Return the full tensor on every rank of its mesh; a collective for DTensors."""
     local = tensor.detach().to(_cast(tensor.dtype, dtype))
     if not isinstance(local, DTensor):
         return local
     if local.dtype.itemsize > 1:
         return local.full_tensor()
-    # gloo refuses 8-bit floats: their bytes travel
+    # gloo has no 8-bit float types: send the bytes as uint8.
     octets = DTensor.from_local(
         local.to_local().view(torch.uint8),
         local.device_mesh,
@@ -104,7 +117,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _to_first(whole: Tensor | None, holder: int, form: Form, rank: int, group: Group) -> Tensor | None:
-    """On rank 0 the tensor on the CPU, which its first holder sends if that is another rank; None elsewhere."""
+    """Return the tensor on the CPU on rank 0, received from `holder` if needed; None elsewhere."""
     if holder == 0:
         return whole.cpu() if rank == 0 and whole is not None else None
     if rank == holder and whole is not None:
@@ -121,7 +134,7 @@ def _octets(tensor: Tensor) -> Tensor:
 
 
 def _device(group: Group) -> torch.device:
-    """Where the group's messages live."""
+    """Return the device that the group's point-to-point messages use."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
     )

@@ -1,4 +1,4 @@
-"""torch's generators on this process: of the CPU, and of the current GPU."""
+"""State of torch's random generators in this process: the CPU and the current GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 
 def seed_of(device: torch.device) -> int:
+    """Return the initial seed of the device's generator (any device but CUDA: the CPU's)."""
     if device.type == "cuda":
         return int(torch.cuda.default_generators[device.index or 0].initial_seed())
     return torch.initial_seed()
 
 
 def generators() -> tuple[Tensor, list[Tensor]]:
-    """Their states: of the CPU, and of the current GPU."""
+    """Return the generator states: the CPU's, and [the current GPU's] once CUDA is initialized."""
     return torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
 
 
@@ -24,6 +25,7 @@ def set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
 
 
 def seed_all(seed: int) -> None:
+    # torch.manual_seed would seed every GPU of the process, not only the current one.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the gradients of one model share: the numbers they travel in, the links they take, what was sent, and the state of "fp8-lm"."""
+"""Shared state of one model's gradient messages: format, links, byte counts, "fp8-lm" scales."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Reduce = Literal["mean", "sum"]
 
 @dataclass
 class Gradients:
-    """What `gradients.install` has set up.
+    """Gradient messages of one model, set up by `gradients.install`.
 
-    numbers, reduce      as asked for
-    words                sentences on what travels, for `describe`
-    bytes_per_number     what a rank sends per number of a gradient in one reduction; of "16bit" in the dtype of the parameters
-    bytes_between_nodes  besides, to other nodes, where `install` was given a mesh of them
-    names                of tensors that "fp8-lm" may have a scale for
-    is_summed            a DistributedDataParallel has summed gradients since the last step
+    numbers, reduce      the message format and reduction asked for
+    words                sentences about the messages, for `describe`
+    bytes_per_number     bytes that a rank sends per gradient element and reduction; for "16bit" in
+                         the parameters' dtype
+    bytes_between_nodes  additional bytes per element sent to other nodes, if a node mesh was given
+    names                names of tensors that may have an "fp8-lm" scale
+    is_summed            DistributedDataParallel has summed gradients since the last optimizer step
     """
 
     numbers: Numbers
@@ -42,42 +43,55 @@ class Gradients:
     _controller: Controller = field(default_factory=Controller)
 
     def link(self, group: dist.ProcessGroup) -> Link:
-        """The one of this group; two groups of the same ranks are two links, since their messages may pass each other."""
+        """Return the Link of a group, created on first use.
+
+        Two groups of the same ranks are two links, since their messages may overtake each other.
+        """
         return self._links.setdefault(group.group_name, Link(group))
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes given to collectives so far, by kind; see `messages.Link`. Of torch's own messages ("16bit") nothing is known."""
+        """Bytes given to collectives so far, by kind (see `messages.Link`).
+
+        torch's own messages ("16bit") are not counted.
+        """
         kinds = {kind for link in self._links.values() for kind in link.sent}
         return {kind: sum(link.sent[kind] for link in self._links.values()) for kind in sorted(kinds)}
 
     def reduce_scatter(self, rows: Tensor, pieces: Pieces, link: Link, elsewhere: Sequence[Link]) -> Tensor:
-        """The sum of every rank's row for this one, float32."""
+        """Return the sum over ranks of their row for this rank, float32; see messages.reduce_scatter."""
         if self.numbers == "fp8-lm":
             return shared_scale.reduce_scatter(rows, pieces, link, self._controller, elsewhere)
         return messages.reduce_scatter(rows, link)
 
     def bytes_to_sum(self, parameter: Tensor) -> float:
-        """Of a number on its way into a reduce-scatter."""
+        """Bytes per element of a reduce-scatter message."""
         return {"16bit": float(parameter.element_size()), "fp8": messages.BYTES, "fp8-lm": 1.0}[self.numbers]
 
     def bytes_of_sum(self, parameter: Tensor) -> float:
-        """Of a number of a sum on its way to all, and of one between nodes."""
+        """Bytes per element of a message that carries sums: all-gather, or all-reduce across nodes."""
         return float(parameter.element_size()) if self.numbers == "16bit" else messages.BYTES
 
     def refuse_a_second_sum(self, model: nn.Module) -> None:
-        """Before a forward pass: ConfigError where its backward pass would sum once more what DDP has summed before.
+        """Raise ConfigError before a forward pass whose backward would double-count gradients.
 
-        DDP reduces what a gradient has become, with what an earlier backward pass left in it: of that a mean is what it was, a sum is not.
+        DDP reduces the accumulated `.grad`, which includes earlier backward passes of the step.
+        With a mean that leaves earlier, already reduced parts unchanged; with a sum it multiplies
+        them again.
         """
         if self.reduce != "sum" or not self.is_summed or not getattr(model, "require_backward_grad_sync", False):
             return
+        # Reading the norm synchronizes with the GPU, but only after DDP has summed in this step.
+        # Measured without this check: a gradient norm of 1.3565 instead of 0.84846 on two
+        # micro-batches.
         left = [each.grad for each in model.parameters() if each.grad is not None]
+        # Checked once per reduction by DDP. A loop that cleared its gradients passes.
         self.is_summed = False
         if left and bool(torch.stack(torch._foreach_norm(left)).any()):
             raise ConfigError(
                 'distribute: reduce="sum", and a second backward pass in one step would sum the gradients of the first once more. Put all '
-                'micro-batches of a step but the last into model.no_sync(), or empty the gradients, or take reduce="mean".'
+                'micro-batches of a step but the last into model.no_sync(), or empty the gradients, or take reduce="mean".',
+                code="gradient-messages.second-backward",
             )
 
     def format_words(self) -> str:
@@ -88,7 +102,7 @@ class Gradients:
         }[self.numbers]
 
     def sends(self, layer: nn.Linear) -> str:
-        """How the gradient of a layer's weight travels, in words."""
+        """Describe the message of a layer's weight gradient, for `describe`."""
         weight = layer.weight
         if not weight.requires_grad:
             return ""
@@ -97,14 +111,15 @@ class Gradients:
         return f"gradient as {self.format_words()}: {count:,} bytes a reduction{reason}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Of "fp8-lm": mu of each tensor. Plain numbers, the same on all ranks that hold the same tensors."""
+        """Return mu of each tensor for "fp8-lm", else {}; identical on ranks with the same tensors."""
         return {"mu": self._controller.state_dict()} if self.numbers == "fp8-lm" else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave, on any number of ranks; nothing of it is kept where messages are not "fp8-lm"."""
+        """Load a `state_dict` of any number of ranks; ignored unless messages are "fp8-lm"."""
         if unknown := sorted(set(state) - {"mu"}):
             raise CheckpointError(
-                f"gradient messages: the state has {unknown}, but 'mu' is all it may have. Load what state_dict gave."
+                f"gradient messages: the state has {unknown}, but 'mu' is all it may have. Load what state_dict gave.",
+                code="gradient-messages.state",
             )
         if self.numbers == "fp8-lm":
             self._controller.load_state_dict(state.get("mu", {}), self.names)

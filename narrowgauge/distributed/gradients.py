@@ -1,19 +1,24 @@
-"""How gradients travel between the ranks of data parallelism: `install(model, gradients="fp8")` on DDP or FSDP2 modules.
+"""Gradient messages of data parallelism: `install(model, gradients="fp8")` for DDP or FSDP2.
 
-    "16bit"    as torch sends them, in the dtype of the gradients
-    "fp8"      E4M3, tiles of 1 x 128 with a power of two each, summed in float32 (messages.py)
-    "fp8-lm"   E4M3, one scale per tensor that all ranks share and that adapts, summed in float32 (shared_scale.py)
+    "16bit"   torch's reduction, in the dtype of the gradients
+    "fp8"     E4M3, 1 x 128 tiles with power-of-two scales, float32 sums (messages.py)
+    "fp8-lm"  E4M3, one adaptive scale per tensor shared by all ranks, float32 sums
+              (shared_scale.py)
 
-                           what is replaced                                                      bytes per parameter
-    DDP                    the all-reduce, by a communication hook (ddp_gradients.py)            2.02
-    FSDP2                  the reduce-scatter, by `set_custom_reduce_scatter` (fsdp_gradients.py)  1.01
-    several nodes, `mesh`  DDP: reduce-scatter in the node, all-reduce across, all-gather        2.02, and 2.02 / ranks of a node across
-                           FSDP2 sharded within a node: then all-reduce across, by `set_all_reduce_hook`   1.01, and as much across
-    HSDP                   the reduce-scatter; torch's own all-reduce of shards cannot be replaced
+                          replaced collective                          bytes per parameter
+    DDP                   all-reduce, by a communication hook          2.02
+    FSDP2                 reduce-scatter                               1.01
+    several nodes, DDP    reduce-scatter, all-reduce, all-gather       2.02, + 2.02 / ranks per node
+    several nodes, FSDP2  reduce-scatter, all-reduce across nodes      1.01, + 1.01 across
+    HSDP                  reduce-scatter; torch's all-reduce of the shards cannot be replaced
 
-reduce="mean" divides by the number of ranks, as DDP and FSDP2 do by themselves; "sum" does not, for a loss that was divided by the
-targets of all ranks. What DDP and FSDP2 do besides is untouched: buckets, `no_sync` and `set_requires_gradient_sync`, parameters without
-gradient, dtypes of reduction. "fp8-lm" has a state, `state_dict()`, the same on all ranks.
+The second number of a row counts bytes between nodes. Implementation: ddp_gradients.py, and
+fsdp_gradients.py by `set_custom_reduce_scatter` and `set_all_reduce_hook`.
+
+reduce="mean" divides by the number of ranks, as DDP and FSDP2 do. "sum" does not divide, for a loss
+that is divided by the number of targets on all ranks. Buckets, `no_sync`,
+`set_requires_gradient_sync`, parameters without gradients and reduction dtypes work as in torch.
+"fp8-lm" has a state, `state_dict()`, identical on all ranks.
 """
 
 from __future__ import annotations
@@ -39,30 +44,40 @@ __all__ = ["Gradients", "Numbers", "Reduce", "install"]
 def install(
     model: nn.Module, *, gradients: Numbers = "16bit", reduce: Reduce = "mean", mesh: DeviceMesh | None = None
 ) -> Gradients:
-    """Set how the gradients of a parallelised model travel; before its first backward, with the same arguments on every rank.
+    """Set the gradient messages of a parallelized model; call before its first backward.
 
-    model  DistributedDataParallel, or a module that is, or that has, FSDP2 modules
-    mesh   for several nodes, (nodes, ranks of a node): then messages between nodes are narrow too. FSDP2 modules must be sharded over
-           its last axis alone (`fully_shard(block, mesh=mesh["..."])`), with the same weights in every node.
+    model              DistributedDataParallel, or a module that is or contains an FSDP2 module
+    gradients, reduce  as in the module docstring; equal on every rank
+    mesh               for several nodes: (nodes, ranks of a node), so that messages between nodes
+                       are 8-bit too. FSDP2 modules must be sharded over its last axis alone,
+                       `fully_shard(block, mesh=mesh["..."])`, with the same weights in every node
+
+    Raises ConfigError if the model sends no gradients, or if arguments are invalid or differ
+    between ranks.
     """
+    # The communication hook belongs to the DDP module, which must therefore be the outermost one.
     if not isinstance(model, DistributedDataParallel) and any(
         isinstance(each, DistributedDataParallel) for each in model.modules()
     ):
         raise ConfigError(
             f"distribute: this {type(model).__name__} has a DistributedDataParallel inside. Pass that one to distribute, and compile or "
-            "wrap it afterwards."
+            "wrap it afterwards.",
+            code="distribute.inner-ddp",
         )
     if not isinstance(model, DistributedDataParallel) and not _has_shards(model):
         raise ConfigError(
             f"distribute: {type(model).__name__} is neither DistributedDataParallel nor has modules of FSDP2, so no gradients travel. "
-            "Wrap it, or call fully_shard first."
+            "Wrap it, or call fully_shard first.",
+            code="distribute.no-gradients",
         )
     shape = None if mesh is None else tuple(mesh.mesh.shape)
+    # Compare before validating: an invalid argument on one rank must raise on all of them.
     refuse_others({"gradients": gradients, "reduce": reduce, "mesh": shape}, *_groups(model))
     _refuse_unknown(gradients, reduce)
     if mesh is not None and mesh.ndim != 2:
         raise ConfigError(
-            f"distribute: mesh has {mesh.ndim} axes; give two, (nodes, ranks of a node): init_device_mesh(device, (nodes, ranks))."
+            f"distribute: mesh has {mesh.ndim} axes; give two, (nodes, ranks of a node): init_device_mesh(device, (nodes, ranks)).",
+            code="distribute.mesh-size",
         )
     made = Gradients(gradients, reduce)
     if isinstance(model, DistributedDataParallel):
@@ -73,7 +88,7 @@ def install(
 
 
 def nothing_travels(gradients: Numbers, reduce: Reduce) -> Gradients:
-    """For one process without a wrapper: the run that others are compared with."""
+    """Return the Gradients of one process without a wrapper, the reference for distributed runs."""
     _refuse_unknown(gradients, reduce)
     return Gradients(gradients, reduce)
 
@@ -81,7 +96,10 @@ def nothing_travels(gradients: Numbers, reduce: Reduce) -> Gradients:
 def _refuse_unknown(gradients: Numbers, reduce: Reduce) -> None:
     for name, value, known in (("gradients", gradients, Numbers), ("reduce", reduce, Reduce)):
         if value not in get_args(known):
-            raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
+            raise ConfigError(
+                f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.",
+                code="distribute.choice",
+            )
 
 
 def _has_shards(model: nn.Module) -> bool:
@@ -91,7 +109,10 @@ def _has_shards(model: nn.Module) -> bool:
 
 
 def _groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
-    """The groups that share the model's gradients, and where they compute: parameters of FSDP2 may wait in host memory."""
+    """Return the gradient process groups and the compute device.
+
+    Offloaded FSDP2 parameters are in host memory, so the device is taken from the mesh.
+    """
     if isinstance(model, DistributedDataParallel):
         return [model.process_group], next(model.parameters()).device
     mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))

@@ -1,10 +1,14 @@
-"""What a checkpoint of several ranks holds and where: the file index.json, and the same of a checkpoint of one process.
+"""Index of a checkpoint: its tensors, their chunks and its non-tensor values (file index.json).
 
-    {"tensors": {name: {"path": [...], "dtype": "float8_e4m3fn", "shape": [64, 32], "chunks": [[[0, 0], [32, 32], FILE], ...]}},
+    {"tensors": {name: {"path": [...], "dtype": "float8_e4m3fn", "shape": [64, 32],
+                        "chunks": [[[0, 0], [32, 32], FILE], ...]}},
      "values":  {name: {"path": [...], "value": ...}}}
 
-A chunk is (offsets, sizes, file): a box of the whole tensor, stored in that file under the key "NAME@0,0" of its offsets. Types that
-safetensors lacks are stored as bytes (uint8). Paths and values are those of `state_tree`. The chunks of a tensor fill it.
+A chunk is (offsets, sizes, file): a box of the full tensor, stored in the file under the key
+"NAME@0,0" (name and offsets). The chunks of a tensor cover it exactly once. Dtypes unknown to
+safetensors are stored as uint8. Paths and values are encoded by `state_tree`.
+
+Checkpoints of one process have no index.json; an equivalent Index is built from their headers.
 """
 
 from __future__ import annotations
@@ -31,23 +35,26 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.manifest import DTYPES, FACTS, INDEX, Manifest
 from narrowgauge.storage import reading
 
-# Of one byte, and not held by safetensors.
+# One-byte dtypes that safetensors cannot store.
 AS_BYTES = frozenset(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
 STORABLE = {name: getattr(torch, name) for name in DTYPES} | {
     str(each).removeprefix("torch."): each for each in AS_BYTES
 }
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError)
 
-METADATA = "__metadata__"  # of a safetensors header: text by key
-MOST_CUT_AXES = 8  # of one tensor; a mesh of tp and fsdp cuts two
-HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Key of a safetensors header for free text entries.
+METADATA = "__metadata__"
+# Bounds the cost of _is_filled_once for a malicious index; a mesh of tp and fsdp cuts two axes.
+MOST_CUT_AXES = 8
+# The limit that safetensors itself enforces.
+HEADER_BYTES = 100_000_000
 
 Box = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and where it is stored."""
+    """A box of a tensor and its location: `key` is its entry in the safetensors `file`."""
 
     offsets: Box
     sizes: Box
@@ -57,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint: `path` in the state, and the chunks that fill it."""
+    """A tensor of a checkpoint: its path in the nested state, and the chunks that cover it."""
 
     path: state_tree.Path
     dtype: torch.dtype
@@ -67,7 +74,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Index:
-    """tensors, and values as they are encoded, both by name; paths of all."""
+    """Contents of a checkpoint, by name: stored tensors, encoded values, and the paths of both."""
 
     tensors: dict[str, Stored]
     values: dict[str, Any]
@@ -87,7 +94,7 @@ class Index:
         return json.dumps({"tensors": tensors, "values": values}, allow_nan=False).encode()
 
     def part(self, keep: Callable[[str], bool]) -> Index:
-        """What is below the outermost keys that `keep` takes."""
+        """Return the entries whose outermost key satisfies `keep`."""
         paths = {name: path for name, path in self.paths.items() if keep(path[0])}
         tensors = {name: stored for name, stored in self.tensors.items() if name in paths}
         return Index(tensors, {name: value for name, value in self.values.items() if name in paths}, paths)
@@ -96,12 +103,14 @@ class Index:
         return Index(self.tensors, {}, {name: self.paths[name] for name in self.tensors})
 
     def tree(self, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
-        """The nested state, with its values decoded."""
+        """Return the nested state with decoded values; CheckpointError if the index is inconsistent."""
         try:
             values = {name: state_tree.decode(value) for name, value in self.values.items()}
             return state_tree.unflatten(self.paths, {**tensors, **values})
         except UNREADABLE as error:
-            raise CheckpointError(f"{folder}: its index makes no sense: {error}. Restore the checkpoint.") from error
+            raise CheckpointError(
+                f"{folder}: its index makes no sense: {error}. Restore the checkpoint.", code="checkpoint.index"
+            ) from error
 
 
 def chunk_key(name: str, offsets: Box) -> str:
@@ -109,7 +118,7 @@ def chunk_key(name: str, offsets: Box) -> str:
 
 
 def storage_form(tensor: Tensor) -> Tensor:
-    """As safetensors holds it."""
+    """Return the tensor as safetensors can store it: dtypes in AS_BYTES become uint8."""
     return tensor.contiguous().view(torch.uint8) if tensor.dtype in AS_BYTES else tensor
 
 
@@ -117,7 +126,7 @@ def storage_form(tensor: Tensor) -> Tensor:
 
 
 def read(folder: Path, listing: Manifest) -> Index:
-    """The index of a checkpoint whose files have been verified, of either format."""
+    """Return the index of a checkpoint, of one or several processes; its files are verified already."""
     try:
         if listing.save:
             return _parse(reading.strict_json(manifest.read_file(folder, INDEX, listing)), listing)
@@ -125,12 +134,14 @@ def read(folder: Path, listing: Manifest) -> Index:
     except UNREADABLE as error:
         raise CheckpointError(
             f"{folder / (INDEX if listing.save else FACTS)}: has the right hash, but not the right contents: {error}. "
-            "Restore the checkpoint."
+            "Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
 
 
 def _parse(body: Any, listing: Manifest) -> Index:
     tensors = {name: _stored(name, entry, listing) for name, entry in body["tensors"].items()}
+    # Refuse an index whose chunks cannot fit into their files before allocating any tensor.
     for file, chunks in by_file(tensors):
         if (
             sum(math.prod(chunk.sizes) * stored.dtype.itemsize for _, stored, chunk in chunks)
@@ -153,16 +164,19 @@ def _stored(name: str, entry: Any, listing: Manifest) -> Stored:
         if file not in listing.files or any(end > most for end, most in zip(ends, shape, strict=True)):
             raise ValueError(f"{name!r} has a chunk outside of it, or in a file that is not listed")
         chunks.append(chunk)
+    # Counting elements is not enough: chunks that overlap and leave a row empty can add up to the
+    # right number.
     if not _is_filled_once(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
         raise ValueError(f"the chunks of {name!r} do not fill it, or overlap")
     return Stored(list(entry["path"]), STORABLE[entry["dtype"]], shape, chunks)
 
 
 def _is_filled_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
-    """Whether boxes (offsets, sizes) inside `shape` hold each of its elements exactly once.
+    """Return True if the boxes (offsets, sizes) cover each element of `shape` exactly once.
 
-    Compares mixed differences: that of a box's indicator function is (-1)^(number of far ends) at each of its corners. They add up to
-    the corners of the whole if and only if the indicator functions add up to 1 everywhere. Cost: boxes x 2^(axes that are cut).
+    The mixed difference of a box's indicator function is (-1)^(number of far ends) at each of its
+    corners, 0 elsewhere. The sum over all boxes equals the corners of the full box if and only if
+    the indicator functions add up to 1 everywhere. Cost: boxes x 2^(number of cut axes).
     """
     filled = [box for box in boxes if math.prod(box[1])]
     if not math.prod(shape):
@@ -180,16 +194,21 @@ def _is_filled_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
 
 
 def _box(numbers: Any) -> Box:
+    # `type(...) is`: JSON true and false are ints for isinstance.
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
         raise ValueError(f"{numbers!r} is no shape")
     return tuple(numbers)
 
 
 def _of_one_process(folder: Path, listing: Manifest) -> Index:
-    """Its tensors are chunks of their own; groups and the facts are the outermost entries of the state."""
+    """Build the Index of a single-process checkpoint.
+
+    Each tensor is one chunk. The outermost keys of the state are the file groups and "facts".
+    """
     tensors: dict[str, Stored] = {}
     for file in listing.files:
         if file != FACTS:
+            # Files of one process are named GROUP-NUMBER.safetensors.
             group = file.rpartition("-")[0]
             for key, entry in _header(folder / file).items():
                 if key != METADATA:
@@ -198,6 +217,7 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
                     tensors[f"{group}.{key}"] = Stored([group, key], _header_dtypes()[entry["dtype"]], shape, [chunk])
     for group, ties in listing.ties.items():
         for name, first in ties.items():
+            # Tied names share the list of chunks; `storage.read` restores the tie by its identity.
             tied = tensors[f"{group}.{first}"]
             tensors[f"{group}.{name}"] = Stored([group, name], tied.dtype, tied.shape, tied.chunks)
     facts = reading.strict_json(manifest.read_file(folder, FACTS, listing))
@@ -206,7 +226,7 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
 
 
 def refuse_other_chunks(path: Path, chunks: Sequence[tuple[str, Stored, Chunk]]) -> None:
-    """CheckpointError unless the header of a file has the chunks that the index expects there, in type and shape."""
+    """Raise CheckpointError if a file's header lacks a chunk or has it with another dtype or shape."""
     try:
         header = _header(path) if chunks else {}
         for _, stored, chunk in chunks:
@@ -215,30 +235,32 @@ def refuse_other_chunks(path: Path, chunks: Sequence[tuple[str, Stored, Chunk]])
             _refuse_other_form(path, stored, chunk, found)
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{path}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+            f"{path}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
 
 
 def shard(folder: Path, file: str, listing: Manifest) -> dict[str, Tensor]:
-    """The tensors of a file, by key, read once: hashed, and parsed from memory."""
+    """Return the tensors of a file by key. The file is read once, hashed and parsed from memory."""
     try:
         return safetensors.torch.load(verified(folder, file, listing))
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{folder / file}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+            f"{folder / file}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
 
 
 def verified(folder: Path, file: str, listing: Manifest) -> bytes:
-    """`manifest.read_file`, which tells a shard of another checkpoint from a damaged one."""
+    """Return a file's bytes, as `manifest.read_file`; the error names a file of another checkpoint."""
     try:
         return manifest.read_file(folder, file, listing)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_foreign(folder / file, listing)}") from error
+        raise CheckpointError(f"{error}{_foreign(folder / file, listing)}", code="checkpoint.foreign") from error
 
 
 def _foreign(path: Path, listing: Manifest) -> str:
-    """If a changed file is a whole shard of another checkpoint: a sentence that says so."""
+    """Return a sentence if a mismatched file is an intact shard of another checkpoint, else ""."""
     try:
         told = _header(path).get(METADATA) or {}
         save, step = told.get("save", listing.save), told.get("step")
@@ -250,9 +272,13 @@ def _foreign(path: Path, listing: Manifest) -> str:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file: its length in 8 bytes, little-endian, then the text. Reads nothing else."""
+    """Return the JSON header of a safetensors file: 8 bytes of length (little-endian), then the text.
+
+    Reads nothing beyond the header.
+    """
     with reading.opened(path, manifest.PART) as file:
         length = int.from_bytes(file.read(8), "little")
+        # A damaged length must not make the reader allocate gigabytes.
         if length > min(HEADER_BYTES, os.fstat(file.fileno()).st_size):
             raise ValueError(f"its header would have {length} bytes")
         header = reading.strict_json(file.read(length))
@@ -263,33 +289,35 @@ def _header(path: Path) -> dict[str, Any]:
 
 @cache
 def _header_dtypes() -> dict[str, torch.dtype]:
-    """safetensors' names of types, as it writes them itself."""
+    """Return {safetensors' dtype name: torch dtype}, obtained by saving empty tensors."""
     found: dict[str, torch.dtype] = {}
     for name in DTYPES:
+        # safetensors has its own dtype names, such as F8_E4M3: read them from a saved header.
         data = safetensors.torch.save({"t": torch.empty(0, dtype=getattr(torch, name))})
         found[json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["t"]["dtype"]] = getattr(torch, name)
     return found
 
 
 def piece(shards: Mapping[str, Tensor], stored: Stored, chunk: Chunk, path: Path) -> Tensor:
-    """A chunk, from the tensors of its file."""
+    """Return a chunk from the tensors of its file, in its dtype; CheckpointError if it does not fit."""
     found = shards.get(chunk.key)
     _refuse_other_form(path, stored, chunk, None if found is None else (found.dtype, tuple(found.shape)))
     return shards[chunk.key].view(stored.dtype)
 
 
 def _refuse_other_form(path: Path, stored: Stored, chunk: Chunk, found: tuple[torch.dtype, Box] | None) -> None:
-    """CheckpointError unless a chunk was found in its file with this type and shape."""
+    """Raise CheckpointError unless `found` is the chunk's stored dtype and shape."""
     expected = torch.uint8 if stored.dtype in AS_BYTES else stored.dtype
     if found != (expected, chunk.sizes):
         form = "nothing" if found is None else f"{found[0]} {list(found[1])}"
         raise CheckpointError(
-            f"{path}: has {form} under {chunk.key!r}, not {expected} {list(chunk.sizes)} as the index says. Restore the checkpoint."
+            f"{path}: has {form} under {chunk.key!r}, not {expected} {list(chunk.sizes)} as the index says. Restore the checkpoint.",
+            code="checkpoint.chunk-form",
         )
 
 
 def by_file(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, list[tuple[str, Stored, Chunk]]]]:
-    """The chunks that each file holds, with name and tensor."""
+    """Yield each file with its chunks: (file, [(tensor name, tensor, chunk)])."""
     files: dict[str, list[tuple[str, Stored, Chunk]]] = {}
     for name, stored in tensors.items():
         for chunk in stored.chunks:

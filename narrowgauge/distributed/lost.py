@@ -1,4 +1,8 @@
-"""Whether an error means that another rank is gone: torch has a class for some of them, and words alone for the others."""
+"""Detect errors that mean that another rank is gone.
+
+torch raises dist.DistError for some failures. Others, such as broken gloo connections, are plain
+RuntimeErrors that only their message identifies.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import re
 
 import torch.distributed as dist
 
+# Messages of gloo and the store for a peer that is gone.
 BROKEN = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe")
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether a collective broke, because another rank is gone or hangs."""
+    """Return True if a collective failed because another rank died or hangs."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
     )

@@ -1,19 +1,21 @@
-"""Sums over ranks whose messages take one byte per number: quantize, move bytes, decode, sum in float32. Never a sum of codes.
+"""Sums over ranks with one byte per element: quantize, send codes, dequantize, sum in float32.
 
-    encode          [rows, columns] -> E4M3 codes in tiles of 1 x 128 and, at the end of each row, a byte of E8M0 per tile
-    reduce_scatter  every rank encodes a row for each rank; all-to-all; each decodes the rows that it got and adds them in rank order
-    all_reduce      then each encodes its sum; all-gather; all, its owner too, go on with the decoded codes, so ranks stay equal to the bit
+    encode          [rows, columns] -> E4M3 codes and, at the end of each row, E8M0 scales
+    reduce_scatter  encode one row per rank; all-to-all; decode and add the rows in rank order
+    all_reduce      reduce_scatter; encode the sum; all-gather; decode
 
-    message of a row   columns codes | ceil(columns / 128) scales, 2 ** (byte - 127), 255 is NaN
+    layout of a row  columns codes | ceil(columns / 128) scales, 2 ** (byte - 127), 255 is NaN
 
-A contribution is rounded once on its way to the sum (to nearest: stochastic rounding costs 3 dB) and the sum once on its way back, however
-many ranks there are. A tile with NaN or infinity is all NaN at the end, on every rank.
+Tiles are 1 x 128. Each contribution is rounded once before the sum and the sum once after it, for
+any number of ranks. Rounding is to nearest: stochastic rounding costs 3 dB. A tile with NaN or
+infinity becomes all NaN on every rank. Codes are never added: sums in FP8 lose 10 to 30 dB.
 
-    bytes per number   129/128 for reduce_scatter, 129/64 for all_reduce; float32 ring: 4 and 8, bfloat16: 2 and 4
+    bytes per element  129/128 for reduce_scatter, 129/64 for all_reduce
+    ring in float32    4 and 8
+    ring in bfloat16   2 and 4
 
-A ring or a pairwise exchange among N ranks moves (N - 1) / N of a message, whatever its numbers; bytes here are of whole messages.
-
-One rank alone sends nothing, and nothing is rounded.
+Bytes count complete messages; a ring or pairwise exchange of N ranks moves (N - 1) / N as much. A
+single rank sends and rounds nothing.
 """
 
 from __future__ import annotations
@@ -31,32 +33,35 @@ from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E8M0_CEIL
 
 TILE = 128
-BYTES = 1 + 1 / TILE  # per number
+# Bytes per element: one code, and a one-byte scale per tile.
+BYTES = 1 + 1 / TILE
 MESSAGE = Cast(format=E4M3, tile=(1, TILE), scale=E8M0_CEIL)
 
-# torch 2.13 renamed it and warns about the old name.
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 def tiles(numbers: int) -> int:
-    """How many scales a row of so many numbers has."""
+    """Return the number of scales in a row of `numbers` elements."""
     return -(-numbers // TILE)
 
 
 def encode(rows: Tensor) -> Tensor:
-    """[rows, columns] of any float dtype -> uint8 [rows, columns + ceil(columns / 128)]."""
+    """Quantize [rows, columns], any float dtype, to uint8 [rows, columns + ceil(columns / 128)]."""
     q = quantize(rows, MESSAGE)
+    # Scales follow the codes of their row, so each rank's row is a self-contained message.
     return torch.cat((E4M3.pack(q.data), E8M0.encode(q.scale)), dim=1)
 
 
 def decode(messages: Tensor, columns: int) -> Tensor:
-    """What `encode` made of [rows, columns] -> float32 [rows, columns]."""
+    """Dequantize messages of `encode` to float32 [rows, columns]."""
     codes, scales = messages.split((columns, tiles(columns)), dim=1)
     return dequantize(QTensor(data=E4M3.unpack(codes, columns), scale=E8M0.decode(scales), cast=MESSAGE, inner=columns))
 
 
 def total(messages: Tensor, columns: int) -> Tensor:
-    """The sum of the decoded rows, in their order: float32 [columns]."""
+    """Return the sum of the decoded rows, added in order: float32 [columns]."""
+    # A fixed order of additions makes the sum independent of message arrival.
     sum = torch.zeros(columns, dtype=torch.float32, device=messages.device)
     for message in messages.split(1):
         sum += decode(message, columns)[0]
@@ -64,9 +69,10 @@ def total(messages: Tensor, columns: int) -> Tensor:
 
 
 class Link:
-    """A process group, and what was given to its collectives: `sent` in bytes, `calls`, both by kind.
+    """A process group with counters: `sent` in bytes and `calls`, by kind of collective.
 
-    Every message of this package's gradients goes through one of these four. Kinds: "all-to-all", "all-gather", "maximum", "sum".
+    Kinds: "all-to-all", "all-gather", "maximum", "sum". Every 8-bit gradient message is sent by a
+    method of Link.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -77,27 +83,28 @@ class Link:
         self.calls: Counter[str] = Counter()
 
     def to_each(self, rows: Tensor) -> Tensor:
-        """Row r of [ranks, bytes] goes to rank r; -> [ranks, bytes], row r is from rank r."""
+        """Send row r of [ranks, bytes] to rank r; return [ranks, bytes], row r from rank r."""
+        # Equal sizes on all ranks: no exchange of sizes is needed.
         received = torch.empty_like(rows)
         self._count("all-to-all", rows)
         dist.all_to_all_single(received, rows, group=self.group)
         return received
 
     def from_each(self, row: Tensor) -> Tensor:
-        """[bytes] of every rank -> [ranks, bytes]."""
+        """Gather [bytes] of every rank into [ranks, bytes]."""
         gathered = row.new_empty(self.size, row.numel())
         self._count("all-gather", gathered)
         _all_gather(gathered.view(-1), row, group=self.group)
         return gathered
 
     def maximum(self, numbers: Tensor) -> Tensor:
-        """In place. Not for numbers that may be NaN: gloo loses it in one order of ranks, NCCL in any."""
+        """Reduce by MAX, in place. Do not pass NaN: gloo loses it for some rank orders, NCCL always."""
         self._count("maximum", numbers)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         return numbers
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """In place, in the dtype of the numbers."""
+        """Reduce by SUM, in place, in the dtype of `numbers`."""
         self._count("sum", numbers)
         dist.all_reduce(numbers, group=self.group)
         return numbers
@@ -108,27 +115,31 @@ class Link:
 
 
 def reduce_scatter(rows: Tensor, link: Link) -> Tensor:
-    """rows [ranks, columns], of the same shape on every rank -> float32 [columns]: the sum over ranks of their row for this one."""
+    """Return the sum over ranks of their row for this rank, float32 [columns].
+
+    rows  [ranks, columns], the same shape on every rank; row r is the contribution to rank r
+    """
     if link.size == 1 or rows.numel() == 0:
         return rows[link.rank].to(torch.float32)
     return total(link.to_each(encode(rows)), rows.shape[1])
 
 
 def gather(row: Tensor, link: Link) -> Tensor:
-    """row [columns] of every rank -> float32 [ranks, columns], the same bits on every rank."""
+    """Return the rows [columns] of all ranks, float32 [ranks, columns], bit-identical on every rank."""
     if link.size == 1 or row.numel() == 0:
         return row.to(torch.float32).expand(link.size, -1)
+    # The owner of a row also continues with its decoded codes: otherwise ranks would drift apart.
     return decode(link.from_each(encode(row[None])[0]), row.numel())
 
 
 def as_rows(x: Tensor, rows: int, multiple: int = 1) -> Tensor:
-    """x as [rows, columns], zeros added at its end; columns is a multiple of `multiple`."""
+    """Return x as [rows, columns], padded with zeros; columns is a multiple of `multiple`."""
     flat = x.reshape(-1)
     columns = -(-flat.numel() // (rows * multiple)) * multiple
     return torch.nn.functional.pad(flat, (0, rows * columns - flat.numel())).view(rows, columns)
 
 
 def all_reduce(x: Tensor, link: Link) -> Tensor:
-    """The sum of x over the ranks, in the shape of x, float32: the same bits on every rank."""
+    """Return the sum of x over the ranks, float32, in x's shape and bit-identical on every rank."""
     mine = reduce_scatter(as_rows(x, link.size), link)
     return gather(mine, link).reshape(-1)[: x.numel()].view(x.shape)

@@ -1,12 +1,14 @@
-"""Stages of a pipeline on the schedules of torch.distributed.pipelining: what they send, and weights that two of them share.
+"""Pipeline parallelism on torch.distributed.pipelining: 8-bit messages, checks of tied weights.
 
     stage = PipelineStage(module, index, count, device)
-    stage = narrowgauge.distribute(stage, activations="fp8")       # [stage, stage] where a rank has several
+    stage = narrowgauge.distribute(stage, activations="fp8")  # or a list: the stages of this rank
     Schedule1F1B(stage, ...)
 
-With "fp8" every stage but the first decodes its inputs and every one but the last encodes its outputs (`stage_messages`), in hooks of its
-module, so that torch sends half as many bytes in both directions and knows nothing of it. Neighbours on the same rank, as in a V, hand over
-what they have, unrounded. A PipelineStage that is told its shapes is told those of messages: `input_args=message_like(x)`.
+With "fp8", forward hooks decode the inputs of every stage but the first and encode the outputs of
+every stage but the last (`stage_messages`). torch then sends half as many bytes in both directions,
+and sees only tensors of another shape. Neighboring stages on one rank (V-shaped schedules) exchange
+unquantized tensors. A PipelineStage with explicit shapes needs the message shapes:
+`input_args=message_like(x)`.
 """
 
 from __future__ import annotations
@@ -31,28 +33,37 @@ from narrowgauge.errors import ConfigError
 
 __all__ = ["StageEnds", "install", "is_stage", "message_like"]
 
-ATTRIBUTE = "_narrowgauge_stage_ends"  # of the module of a stage
+# Key in the `__dict__` of a stage's module.
+ATTRIBUTE = "_narrowgauge_stage_ends"
 FORMS = ("16bit", "fp8")
-_SAMPLE = 64  # rows of a weight that are compared
+# Rows at each end of a weight that the digest covers.
+_SAMPLE = 64
 
-Stage = Any  # torch.distributed.pipelining.PipelineStage, which is imported by who has one
+# torch.distributed.pipelining.PipelineStage, not imported here to keep startup fast.
+Stage = Any
 
 
 def is_stage(thing: object) -> bool:
+    """Return True for a torch PipelineStage, without importing torch.distributed.pipelining."""
     module = sys.modules.get(STAGES)
     return module is not None and isinstance(thing, module._PipelineStageBase)
 
 
 def install(stages: Sequence[Stage], agreements: Sequence[Agreement], activations: str) -> None:
-    """Has the stages of this rank send their messages so. All ranks of the pipeline call it together.
+    """Set the message format of this rank's stages; all ranks of the pipeline call it together.
 
-    Raises ConfigError on all of them where they do not ask for the same, or where two stages hold copies of one tied weight.
+    Raises ConfigError on all ranks if they ask for different formats, or if two stages have copies
+    of one tied weight.
     """
     if activations not in FORMS:
-        raise ConfigError(f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMS))}.")
+        raise ConfigError(
+            f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMS))}.",
+            code="pipeline.activations",
+        )
     own = [(each.stage_index, each.num_stages, activations, _tables(each.submod)) for each in stages]
     gathered: list[Any] = [None] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(gathered, own, group=stages[0].group)
+    # Every rank evaluates the same list, so all raise the same error.
     everywhere = sorted((each for rank in gathered for each in rank), key=lambda each: each[0])
     _check_forms(everywhere)
     _check_tied(everywhere)
@@ -67,7 +78,13 @@ def install(stages: Sequence[Stage], agreements: Sequence[Agreement], activation
 
 @dataclass(eq=False)
 class StageEnds:
-    """The hooks of one stage's module. stage: None in a copy of the module, which is no stage of anything."""
+    """Hooks at both ends of one stage's module.
+
+    stage        the PipelineStage; None in a copy of the module, which belongs to no pipeline
+    agreement    counts the bytes sent
+    hooks        handles to remove when the stage is distributed again
+    is_counting  False while torch infers shapes
+    """
 
     stage: Stage | None = None
     agreement: Agreement | None = None
@@ -79,13 +96,14 @@ class StageEnds:
 
     def attached(self) -> StageEnds:
         module: nn.Module = self.stage.submod  # type: ignore[union-attr]
-        # Decoding comes before all other hooks: those of fully_shard would round the message to another dtype.
+        # Decode before all other hooks: fully_shard's pre-hook would cast the message to another
+        # dtype.
         first = module.register_forward_pre_hook(self.unpack, prepend=True)
         self.hooks = [first, module.register_forward_hook(self.pack)]
         return self
 
     def unpack(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A forward pre-hook."""
+        """Forward pre-hook: decode the inputs."""
         self.is_counting = not is_rehearsal()
         if not self._is_open(-1):
             return args
@@ -93,7 +111,7 @@ class StageEnds:
         return tuple(Unpack.apply(each, sent) if is_packed(each) else each for each in args)
 
     def pack(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """A forward hook."""
+        """Forward hook: encode the outputs."""
         if not self._is_open(1):
             return output
         if isinstance(output, tuple | list):
@@ -101,6 +119,7 @@ class StageEnds:
         return self._packed(output)
 
     def _packed(self, x: Any) -> Any:
+        # Pack is differentiable: its backward decodes the message of the gradient.
         message = Pack.apply(x) if is_packed(x) else x
         if self.is_counting and self.agreement is not None and isinstance(message, Tensor):
             self.agreement.count("activations", message)
@@ -111,7 +130,11 @@ class StageEnds:
             self.agreement.count("gradients of activations", message)
 
     def _is_open(self, offset: int) -> bool:
-        """Whether there is a next stage (1), or one before (-1), on another rank. A schedule says which rank after the stage was made."""
+        """Return True if the next stage (offset 1) or the previous stage (-1) is on another rank.
+
+        Evaluated at run time, since the schedule sets the rank of each stage after the stage is
+        built.
+        """
         stage = self.stage
         if stage is None or (stage.is_first if offset < 0 else stage.is_last):
             return False
@@ -124,7 +147,13 @@ def _ignore(message: Tensor) -> None:
 
 
 def _tell_of_resharding(stages: Sequence[Stage]) -> None:
-    """Nothing says which schedule will run them. The root of fully_shard keeps its weights unless it is told otherwise."""
+    """Warn if FSDP2 modules inside a stage reshard after forward.
+
+    The schedule is not known here. torch's root module of fully_shard does not reshard by default,
+    hence inner modules only.
+    """
+    # Zero-bubble schedules look up a stage's weights as registered at that moment. After resharding
+    # those are other parameter objects, and their gradients are lost silently.
     for stage in stages:
         parts = {name: each for name, each in stage.submod.named_modules() if name and isinstance(each, FSDPModule)}
         groups = {name: parameter_group(each) for name, each in parts.items()}
@@ -145,12 +174,19 @@ def _check_forms(everywhere: list[Any]) -> None:
     forms = {index: form for index, _, form, _ in everywhere}
     if len(set(forms.values())) > 1:
         words = ", ".join(f"{form!r} of stage {index}" for index, form in forms.items())
-        raise ConfigError(f"distribute: stages have different activations: {words}. Pass the same for every stage.")
+        raise ConfigError(
+            f"distribute: stages have different activations: {words}. Pass the same for every stage.",
+            code="pipeline.activations-differ",
+        )
 
 
 @dataclass(frozen=True)
 class Table:
-    """The weight of an embedding or a Linear. digest: of its first and last rows; parameter: which of the rank it is."""
+    """Weight of an embedding or Linear, to detect tied copies on different stages.
+
+    digest     shape, and SHA-256 of its first and last rows
+    parameter  (rank, id of the parameter), equal for a weight that two stages on one rank share
+    """
 
     name: str
     is_embedding: bool
@@ -159,7 +195,10 @@ class Table:
 
 
 def _check_tied(everywhere: list[Any]) -> None:
-    """An embedding on one stage and a Linear on another with the same numbers are copies of one weight, which training would part."""
+    """Raise ConfigError if an embedding and a Linear on different stages have equal weights.
+
+    Such copies of a tied weight would be trained separately.
+    """
     tables = [(index, each) for index, _, _, found in everywhere for each in found]
     heads = {(each.digest, index): each for index, each in tables if not each.is_embedding}
     for index, table in tables:
@@ -168,7 +207,8 @@ def _check_tied(everywhere: list[Any]) -> None:
                 raise ConfigError(
                     f"distribute: {table.name!r} of stage {index} and {head.name!r} of stage {other} hold the same numbers: copies of a "
                     "tied weight, of which each stage would train its own. Untie them (tie_word_embeddings=False) and give the head "
-                    "numbers of its own, or put both on one rank, where their stages share the parameter (ScheduleZBVZeroBubble)."
+                    "numbers of its own, or put both on one rank, where their stages share the parameter (ScheduleZBVZeroBubble).",
+                    code="pipeline.tied-weights",
                 )
 
 
@@ -183,7 +223,7 @@ def _tables(module: nn.Module) -> list[Table]:
 
 @torch.no_grad()
 def _digest(weight: Tensor) -> str:
-    """'' for a weight without numbers, or with one number only, as a constant has."""
+    """Return the digest of a weight; "" for meta, empty or constant weights."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta or local.numel() == 0:
         return ""

@@ -1,8 +1,11 @@
-"""What ranks hold in common is equal by invariant: rank 0 compares it before anything is saved.
+"""Before saving: check on rank 0 that tensors and values shared by several ranks are identical.
 
-Common are replicas (one place of one tensor on several ranks: plain tensors, replicated DTensors), and values of one name. All ranks'
-digests travel with their plans. A digest is two sums of the 64-bit words w[i], modulo 2^64: of w[i], and of (2 i + 1) w[i]. It finds
-what went wrong by accident, at the speed of memory, on the device that holds the tensor.
+The check covers replicas (the same part of one tensor on several ranks: plain tensors and
+replicated DTensors) and values of the same name. Each rank sends digests with its save plan.
+
+A digest has two sums modulo 2^64 over the 64-bit words w[i]: the sum of w[i], and the sum of (2i+1)
+w[i]. It detects accidental differences, not attacks. It is computed at memory speed on the tensor's
+device.
 """
 
 from __future__ import annotations
@@ -20,21 +23,28 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.distributed import state_tree
 from narrowgauge.errors import CheckpointError
 
-DIGEST_WORDS = 2**20  # at once
+# Words per chunk, to bound the memory of the int64 temporaries.
+DIGEST_WORDS = 2**20
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells rank 0 with its plan."""
+    """Facts that a rank sends to rank 0 with its save plan.
+
+    values    name -> encoded value
+    paths     name -> path in the nested state
+    forms     tensor name -> kind (tensor or DTensor), dtype and full shape
+    replicas  (name, offsets) -> digest
+    """
 
     values: dict[str, Any]
     paths: dict[str, state_tree.Path]
-    forms: dict[str, str]  # of tensors: type, shape of the whole, whether it is a DTensor
-    replicas: dict[tuple[str, tuple[int, ...]], str]  # (name, offsets) -> digest
+    forms: dict[str, str]
+    replicas: dict[tuple[str, tuple[int, ...]], str]
 
 
 def told(plan: SavePlan, flat: state_tree.Flat) -> Told:
-    """What a rank with this plan and state has to tell."""
+    """Return this rank's Told for a save plan and a flat state."""
     replicas = {
         (item.index.fqn, tuple(item.index.offset or ())): _digest(flat.tensors[item.index.fqn])
         for item in plan.items
@@ -44,12 +54,13 @@ def told(plan: SavePlan, flat: state_tree.Flat) -> Told:
 
 
 class AgreedSavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat state, which rank 0 asks only once what the ranks told agrees."""
+    """torch's save planner for a flat state, preceded by the comparison of all ranks' facts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # Called on rank 0 alone; torch raises its errors on all ranks.
         told = [plan.storage_data for plan in all_plans]
         _refuse_other_entries(told)
         _refuse_other_bits(told)
@@ -58,7 +69,7 @@ class AgreedSavePlanner(DefaultSavePlanner):
 
 
 def _is_replicated(tensor: Tensor) -> bool:
-    """Whether another rank may hold the same part of it."""
+    """Return True if another rank may have the same part of the tensor."""
     return not isinstance(tensor, DTensor) or any(placement.is_replicate() for placement in tensor.placements)
 
 
@@ -68,23 +79,25 @@ def _form(tensor: Tensor) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    """The two sums of the part that is here, and the bytes that are no whole word."""
+    """Return the two sums over the local part, and the trailing bytes that fill no word."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().resolve_conj().resolve_neg()
     octets = local.contiguous().reshape(-1).view(torch.uint8)
     whole = octets.numel() // 8 * 8
     words = octets[:whole]
+    # view(int64) needs a storage offset that is a multiple of 8 bytes.
     words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
     plain = torch.zeros((), dtype=torch.int64, device=octets.device)
     placed = plain.clone()
     for start in range(0, len(words), DIGEST_WORDS):
         part = words[start : start + DIGEST_WORDS]
         plain += part.sum()
+        # Odd weights are invertible modulo 2^64, so a single changed word always changes the sum.
         placed += (part * torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)).sum()
     return f"{int(plain)} {int(placed)} {octets[whole:].tolist()}"
 
 
 def _refuse_other_entries(told: list[Told]) -> None:
-    """What has one name on several ranks is one kind of thing in one place of the state."""
+    """Raise CheckpointError if a name has different kinds or paths on two ranks."""
     entries: dict[str, tuple[int, str, state_tree.Path]] = {}
     for rank, each in enumerate(told):
         for name, path in each.paths.items():
@@ -94,13 +107,16 @@ def _refuse_other_entries(told: list[Told]) -> None:
                 other = f"{form}, at another place" if form == first_form else form
                 raise CheckpointError(
                     f"save: {name!r} is {first_form} on rank {first} and {other} on rank {rank}. "
-                    "Give what differs between ranks names of its own."
+                    "Give what differs between ranks names of its own.",
+                    code="checkpoint.forms-differ",
                 )
     try:
+        # Also detects nesting conflicts: a value on one rank where another has a dict.
         state_tree.unflatten({name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries))
     except ValueError as error:
         raise CheckpointError(
-            f"save: the states of the ranks are not parts of one state: {error}. Rename it."
+            f"save: the states of the ranks are not parts of one state: {error}. Rename it.",
+            code="checkpoint.not-one-state",
         ) from error
 
 
@@ -112,7 +128,8 @@ def _refuse_other_bits(told: list[Told]) -> None:
             if digest != expected:
                 raise CheckpointError(
                     f"save: {place[0]!r} differs between rank {first} and rank {rank}, and is one tensor of all ranks by invariant. "
-                    "The ranks have drifted apart: find the first difference, and resume from the last checkpoint."
+                    "The ranks have drifted apart: find the first difference, and resume from the last checkpoint.",
+                    code="checkpoint.tensor-drift",
                 )
 
 
@@ -124,7 +141,8 @@ def _refuse_other_values(told: list[Told]) -> None:
             if not state_tree.same(value, expected):
                 raise CheckpointError(
                     f"save: {name!r} is {_shown(expected)} on rank {first} and {_shown(value)} on rank {rank}, and is one value of "
-                    "all ranks by invariant. Save what is a rank's own under a name of its own."
+                    "all ranks by invariant. Save what is a rank's own under a name of its own.",
+                    code="checkpoint.value-drift",
                 )
 
 

@@ -1,14 +1,17 @@
-"""What sequence parallelism sends: tensors of ranks that hold their own tokens, gathered as codes, and parts of sums, scattered.
+"""8-bit messages of sequence parallelism: all-gather of token shards, reduce-scatter of sums.
 
-    gather           each rank's [.., tokens / ranks, K] as uint8, codes and then scales -> [.., tokens, K] on all, and its casts
-    reduce_scatter   each rank's part of [.., tokens, K] -> the sum for its own tokens: E4M3 codes in tiles of 1 x 128 with a byte of
-                     scale each, all-to-all, decoded and added in float32 in the order of the ranks
+    gather          [.., tokens / ranks, K] per rank -> [.., tokens, K] on all ranks, and its casts
+    reduce_scatter  a partial sum [.., tokens, K] per rank -> the sum of the rank's own tokens
 
-A scale for the whole tensor is made from the largest amax of all ranks (one small all-reduce), as if one rank had all tokens; a window
-notes that one too. A number that is not finite poisons its tile on every rank. Ranks may hold unequal numbers of tokens, as Shard cuts
-them: messages are filled up.
+`gather` sends codes and then scales, as uint8. A tensor-wide scale uses the maximum amax of all
+ranks (one small all-reduce), as if one rank had all tokens. The amax history records that maximum
+too.
 
-The sums are those of gradients too (`messages`).
+`reduce_scatter` sends E4M3 codes in 1 x 128 tiles with E8M0 scales by all-to-all. The receiver
+dequantizes and adds in float32, in rank order; gradient sums use the same code (`messages`).
+
+A non-finite element makes its tile NaN on every rank. Ranks may have unequal numbers of tokens, as
+Shard splits them: messages are padded.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ from narrowgauge.scaling import WHOLE
 
 @torch.no_grad()
 def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counter[str]) -> DTensor:
-    """x of all ranks, in x's dtype, with its casts where the layers look for them.
+    """Return x of all ranks, dequantized to x's dtype, and cache its casts for the layers.
 
-    role   "x" (of layers that all read it) or "gy" (the gradient of the output of one)
-    sent   counts bytes
+    role    "x" (input of all the layers) or "gy" (gradient of one layer's output)
+    layers  the layers that read the result; the first supported one defines the cast
+    sent    counter of bytes, by kind of collective
     """
     mesh, group = x.device_mesh, x.device_mesh.get_group()
     own = local_part(x)
@@ -49,18 +53,23 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
     operand = None if reader is None else _operand(reader, role, own)
     cast = messages.MESSAGE if operand is None else operand.plan.rows
     assert cast is not None
+
+    # Equal shapes on all ranks, as the collective requires; the padding is cut off after it.
     filled, shape = _filled(own, axis, x.shape[axis], group.size())
     rows = filled.reshape(-1, filled.shape[-1])
     amax = None
     if cast.tile == (WHOLE, WHOLE):
         assert operand is not None
+        # A whole-tensor tile spans all ranks, so its scale needs the maximum of all of them.
         amax = _largest(rows, group, sent)
         if operand.state is not None and isinstance(cast.calibrate, Window):
             amax = operand.casts.amax = update_amax(operand.state, amax, records=operand.context.records)
+
     codes = _gathered_codes(quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], sent)
     whole = dequantize(codes, x.dtype).reshape(x.shape)
     found = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
     if operand is not None and reader is not None:
+        # If the GEMM reads dequantized values, expand once here and not in every layer.
         operand.casts.rows = codes if operand.plan.rows_expand is None else codes.expanded(operand.plan.rows_expand)
         _hand_over(found, operand, reader, layers)
     return found
@@ -68,7 +77,7 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
 
 @torch.no_grad()
 def reduce_scatter(parts: DTensor, axis: int, sent: Counter[str]) -> DTensor:
-    """The sum of all ranks' parts, cut along `axis`, in their dtype."""
+    """Return the sum of all ranks' parts, sharded along `axis`, in their dtype."""
     mesh, group = parts.device_mesh, parts.device_mesh.get_group()
     own, size = local_part(parts), group.size()
     each = -(-parts.shape[axis] // size)
@@ -85,10 +94,16 @@ def reduce_scatter(parts: DTensor, axis: int, sent: Counter[str]) -> DTensor:
 def _gathered_codes(
     q: QTensor, group: dist.ProcessGroup, shape: torch.Size, axis: int, tokens: int, sent: Counter[str]
 ) -> QTensor:
-    """The codes of all ranks in the order of their tokens. shape: of one rank's tensor; tokens: of all, without what fills up."""
+    """Gather the codes of all ranks in token order.
+
+    shape   of one rank's padded tensor
+    tokens  of all ranks, without padding
+    """
     scale = q.scale.contiguous().view(torch.uint8).flatten()
-    if q.cast.tile == (WHOLE, WHOLE):  # the same everywhere
+    # All ranks computed the same scale already: send none.
+    if q.cast.tile == (WHOLE, WHOLE):
         scale = scale[:0]
+    # Power-of-two scales are exact in one byte; others travel as float32, four bytes.
     elif q.cast.scale.power_of_two:
         scale = E8M0.encode(q.scale).flatten()
     data = q.data.view(torch.uint8).flatten()
@@ -97,6 +112,7 @@ def _gathered_codes(
     sent += link.sent
     codes, scales = received.split((data.numel(), scale.numel()), dim=1)
     columns = q.scale.shape[1]
+    # The ranks' blocks are concatenated along the token axis, which need not be the first.
     found = _in_order(codes, shape, axis, tokens).view(q.data.dtype)
     if not scale.numel():
         return QTensor(data=found, scale=q.scale, cast=q.cast, inner=q.inner)
@@ -108,15 +124,16 @@ def _gathered_codes(
 
 
 def _in_order(received: Tensor, shape: torch.Size, axis: int, tokens: int) -> Tensor:
-    """[ranks, elements of `shape`] -> [rows of all tokens, last axis], contiguous."""
+    """Reorder [ranks, elements of `shape`] to [rows of all tokens, last axis], contiguous."""
     each = received.reshape(-1, *shape).movedim(0, axis).flatten(axis, axis + 1)
     return each.narrow(axis, 0, tokens).reshape(-1, shape[-1]).contiguous()
 
 
 def _largest(rows: Tensor, group: dist.ProcessGroup, sent: Counter[str]) -> Tensor:
-    """[1, 1], of all ranks; NaN if one is not finite: MAX loses NaN on some backends."""
+    """Return the maximum amax of all ranks, [1, 1]; NaN if any rank has a non-finite element."""
     amax = tile_amax(rows, (WHOLE, WHOLE)).reshape(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
     finite = amax.isfinite()
+    # A finite maximum and a flag: some backends lose NaN in a MAX.
     both = torch.cat((torch.where(finite, amax, 0.0), (~finite).to(torch.float32)))
     sent["maximum"] += both.nbytes
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
@@ -124,7 +141,7 @@ def _largest(rows: Tensor, group: dist.ProcessGroup, sent: Counter[str]) -> Tens
 
 
 def _refuse(layer: QLinear, role: str) -> str | None:
-    """Why a message is not the codes by which the layer multiplies, or None."""
+    """Return the reason why a message cannot be the codes that the layer's GEMM reads, or None."""
     reason = refuse_reader(layer)
     if reason is not None:
         return reason
@@ -141,7 +158,7 @@ def _refuse(layer: QLinear, role: str) -> str | None:
 
 
 def travels_as(layer: QLinear, role: str) -> str:
-    """In words: what a gathered x or gradient of the layer is sent as."""
+    """Describe the message of a layer's gathered input or gradient, for `describe`."""
     reason = _refuse(layer, role)
     if reason is not None:
         return f"{messages.MESSAGE}, cast again on arrival: {reason}"
@@ -149,7 +166,7 @@ def travels_as(layer: QLinear, role: str) -> str:
 
 
 def _operand(layer: QLinear, role: str, like: Tensor) -> Operand:
-    """What the layer will ask its sources for."""
+    """Build the Operand by which the layer will look up its cast."""
     context = layer.context(like)
     plan = getattr(context.plan, role)
     needs = True, layer.weight.requires_grad
@@ -172,6 +189,8 @@ def _hand_over(found: DTensor, operand: Operand, reader: QLinear, layers: list[Q
     inputs.put(operand, CacheStats())
     if operand.state is None or not operand.context.records:
         return
+
+    # Layers with the same recipe read the same tensor, so their histories get the same state.
     alike = [each for each in layers if each is not reader and each.recipe == reader.recipe]
     windows = [state for each in alike if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None]
     if windows:
@@ -179,7 +198,7 @@ def _hand_over(found: DTensor, operand: Operand, reader: QLinear, layers: list[Q
 
 
 def _filled(x: Tensor, axis: int, tokens: int, ranks: int) -> tuple[Tensor, torch.Size]:
-    """x as the rank with most tokens has it, and that shape."""
+    """Pad x to the largest number of tokens of any rank; return it and its shape."""
     filled = _padded(x, axis, -(-tokens // ranks))
     return filled, filled.shape
 

@@ -1,13 +1,15 @@
-"""A StorageWriter and a StorageReader for torch.distributed.checkpoint: torch's planners decide who stores and reads what.
+"""Storage backend for torch.distributed.checkpoint; torch's planners decide who stores what.
 
-    rank-00000-0.safetensors    chunks that rank 0 stores, in shards of at most SHARD_BYTES; each also holds the number of this save
-    rank-00001-0.safetensors    ...
-    index.json                  what is where, and what is no tensor (narrowgauge/distributed/index.py)
-    manifest.json               size and SHA-256 of every other file (narrowgauge/manifest.py)
+    rank-00000-0.safetensors  chunks stored by rank 0, in files of at most SHARD_BYTES
+    rank-00001-0.safetensors  ...
+    index.json                location of each tensor, and non-tensor values (index.py)
+    manifest.json             size and SHA-256 of every other file (narrowgauge/manifest.py)
 
-Writing: rank 0 makes a draft folder; all ranks write and sync their shards there and tell rank 0 the digests; then rank 0 writes
-index and manifest, syncs, and renames the draft. Before that nothing looks like a checkpoint, after it everything is on the disk.
-The planners' messages between ranks are torch's own and pickled; no file is.
+Writing: rank 0 creates a draft folder. All ranks write and sync their shards there and send the
+digests to rank 0. Rank 0 then writes index and manifest, syncs, and renames the draft. Before the
+rename there is no checkpoint, after it the checkpoint is durable.
+
+Messages between the planners are torch's own and pickled; no file is pickled.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ SAMPLE = "Write the checkpoint with narrowgauge.distributed.storage.save."
 
 @dataclass(frozen=True)
 class Order:
-    """What rank 0 tells a rank with the final plan."""
+    """Instructions from rank 0 to a rank, sent with the final plan.
+
+    draft  path of the draft folder
+    save   random id of this save, stored in every shard
+    rank   index of the rank, used in file names
+    """
 
     draft: str
     save: str
@@ -59,11 +66,15 @@ class Order:
 
 
 class ShardWriter(StorageWriter):
-    """Writes the state `flat`, whose tensors are given to `torch.distributed.checkpoint.save`, as checkpoint `folder`."""
+    """StorageWriter that saves a flat state as the checkpoint `folder`.
+
+    The tensors of `flat` are passed to `torch.distributed.checkpoint.save`.
+    """
 
     def __init__(self, folder: Path, flat: state_tree.Flat, step: int) -> None:
         self.folder, self.flat, self.step = folder, flat, step
-        self.draft: Path | None = None  # on rank 0, from the moment it is made
+        # Set on rank 0 alone, from the creation of the draft folder until its rename.
+        self.draft: Path | None = None
         self.save = ""
         self.told: list[Told] = []
 
@@ -80,17 +91,21 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.told = [plan.storage_data for plan in plans]
+        # Stored in every shard: a shard left over from another save is recognized.
         self.save = secrets.token_hex(16)
         total_bytes = sum(_bytes(item) for plan in plans for item in plan.items)
         values_bytes = len(json.dumps([told.values for told in self.told[:1]]))
         draft = self.folder.with_name(f".tmp-{self.folder.name}-{os.getpid()}")
         with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
             storage.make_folder(self.folder.parent)
+            # Remove drafts of killed saves, and restore a checkpoint that was moved aside, before the
+            # free space is measured.
             storage.recover(self.folder.parent, re.escape(self.folder.name))
             storage.require_space(
                 self.folder.parent, 1.2 * (total_bytes + values_bytes), f"checkpoint {self.folder.name}"
             )
             storage.remove(draft)
+            # Set before mkdir, so that `discard` also removes a folder from a failure in between.
             self.draft = draft
             draft.mkdir()
         return [replace(plan, storage_data=Order(str(draft), self.save, rank)) for rank, plan in enumerate(plans)]
@@ -98,10 +113,12 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         order: Order = plan.storage_data
         draft = Path(order.draft)
+        # Without a shared file system, rank 0's folder does not exist here.
         if not draft.is_dir():
             raise StorageError(
                 f"cannot save a checkpoint in {self.folder}: the folder that rank 0 made is not seen here. "
-                "Choose a folder on a file system that all ranks share."
+                "Choose a folder on a file system that all ranks share.",
+                code="checkpoint.unshared-folder",
             )
         results: list[WriteResult] = []
         with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
@@ -117,9 +134,12 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self.draft is not None
         written = [result for of_rank in results for result in of_rank]
+        # Many chunks report the same file; a dict lists it once.
         files = {name: listed for name, listed in (result.storage_data for result in written)}
         index = _index(metadata, written, self.told).json()
         with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+            # Order matters for crash safety: shards are synced, then index, manifest and folder,
+            # and the rename comes last.
             storage.write_synced(self.draft / INDEX, index)
             files[INDEX] = manifest.listed(index)
             storage.write_synced(self.draft / NAME, Manifest(self.step, [], {}, files, self.save).signed())
@@ -128,7 +148,10 @@ class ShardWriter(StorageWriter):
         self.draft = None
 
     def discard(self) -> None:
-        """Removes the draft of a save that failed, once no rank writes any more. What cannot be removed is left to the next save."""
+        """Delete the draft of a failed save; call it once no rank writes any more.
+
+        Files that cannot be deleted are left to the next save.
+        """
         if self.draft is not None:
             with suppress(OSError):
                 storage.remove(self.draft)
@@ -136,14 +159,16 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # never chosen by torch from a path alone
+        # torch must not select this class for a plain path.
+        return False
 
 
 def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
     name, reason = item.index.fqn, ""
     if item.type == WriteItemType.BYTE_IO or tensor is None:
-        raise CheckpointError(f"{name!r} is no tensor, and would be pickled. {SAMPLE}")
+        raise CheckpointError(f"{name!r} is no tensor, and would be pickled. {SAMPLE}", code="checkpoint.would-pickle")
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Exact types: a tensor subclass may keep data outside its storage.
     if type(local) not in (Tensor, torch.nn.Parameter):
         reason = f"is a {type(local).__name__}, not a plain tensor"
     elif local.layout != torch.strided or local.is_meta or local.dtype not in STORABLE.values():
@@ -151,7 +176,10 @@ def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
     elif item.tensor_data is None or tuple(local.shape) != tuple(item.tensor_data.chunk.sizes):
         reason = f"has a local shard of {list(local.shape)} that is no box of the whole tensor"
     if reason:
-        raise CheckpointError(f"save: {name!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
+        raise CheckpointError(
+            f"save: {name!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.",
+            code="checkpoint.tensor-kind",
+        )
 
 
 def _bytes(item: WriteItem) -> int:
@@ -161,7 +189,7 @@ def _bytes(item: WriteItem) -> int:
 
 
 def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[dict[str, Tensor], list[WriteItem]]]:
-    """The tensors that a rank stores, on the CPU, in storages of their own, a shard at a time."""
+    """Yield a rank's tensors, on the CPU and without shared storage, one file at a time."""
     tensors: dict[str, Tensor] = {}
     taken: set[int] = set()
     held: list[WriteItem] = []
@@ -173,6 +201,7 @@ def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[d
         size += _bytes(item)
         resolved = planner.resolve_data(item)
         assert isinstance(resolved, Tensor)
+        # safetensors refuses tensors that share a storage.
         stored = own(indexes.storage_form(resolved.detach()), taken)
         tensors[indexes.chunk_key(item.index.fqn, tuple(item.index.offset or ()))] = stored
         held.append(item)
@@ -195,7 +224,7 @@ def _index(metadata: Metadata, written: list[WriteResult], told: list[Told]) -> 
 
 
 class ShardReader(StorageReader):
-    """Reads the checkpoint at `folder`, whose index has been read, for `torch.distributed.checkpoint.load`."""
+    """StorageReader for the checkpoint `folder` with a parsed index."""
 
     def __init__(self, folder: Path, listing: Manifest, index: Index) -> None:
         self.folder, self.listing, self.index = folder, listing, index
@@ -222,7 +251,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """One file at a time, each verified as it is read."""
+        """Read one file at a time; each is verified as it is read."""
         chunks = {
             (name, chunk.offsets): chunk for name, stored in self.index.tensors.items() for chunk in stored.chunks
         }

@@ -1,7 +1,8 @@
-"""ColwiseParallel layers that read one tensor, as q, k and v do: one DTensor of it for all, so its gradient is summed over the ranks once.
+"""Share one DTensor between ColwiseParallel layers that read the same input, such as q, k and v.
 
-From a plain tensor each of torch's ColwiseParallel layers makes a DTensor of its own, whose gradient is an all-reduce of its own. torch's
-PrepareModuleInput makes one before the module that holds them, but has to know by which arguments it is called.
+The gradient of the shared DTensor is summed over the ranks once. torch's ColwiseParallel creates a
+DTensor per layer, and each has its own all-reduce in backward. torch's PrepareModuleInput creates
+one at the parent module, but needs the names of the parent's forward arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch.distributed.tensor import parallel as styles
 
 
 class SharedInputs:
-    """What the column-wise layers right below `parent` read in its forward pass, as DTensors; kept until that ends."""
+    """Input DTensors of the column-wise layers directly below `parent`.
+
+    Entries live until the parent's forward pass ends.
+    """
 
     def __init__(self, parent: nn.Module) -> None:
         self._found: dict[tuple[int, bool], tuple[Tensor, DTensor]] = {}
@@ -25,14 +29,19 @@ class SharedInputs:
     def of(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
         if isinstance(x, DTensor):
             return x
+        # The grad mode is part of the key: a DTensor made under no_grad has no graph.
         key = id(x), torch.is_grad_enabled()
         if key not in self._found:
+            # The entry also stores x, so that its id is not reused.
             self._found[key] = x, DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
         return self._found[key][1]
 
 
 class ColwiseParallel(styles.ColwiseParallel):
-    """torch's, for a layer whose input is the same on all ranks; `shared`: with those that read it too."""
+    """torch's ColwiseParallel for an input that is replicated on all ranks.
+
+    shared  SharedInputs of the layers that read the same input
+    """
 
     def __init__(self, *, shared: SharedInputs, output_layouts: Placement | None = None) -> None:
         super().__init__(output_layouts=output_layouts)

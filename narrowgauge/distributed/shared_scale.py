@@ -1,17 +1,22 @@
-"""FP8-LM's gradient messages (arXiv 2310.18313, section 2.1): one scale per tensor that all ranks share, and a factor mu that adapts.
+"""FP8-LM gradient messages (arXiv 2310.18313, section 2.1): shared scales with an adaptive factor.
 
-    amax   the largest magnitude of the tensor's gradient on any rank             one small MAX all-reduce per message
-    scale  amax / (448 mu)                                                        float32, the same on every rank
+    amax   max |gradient| of the tensor over all ranks (one small MAX all-reduce per message)
+    scale  amax / (448 mu), float32, the same on every rank
     codes  E4M3 of gradient / scale, saturating
-    sum    of the decoded codes in float32, in rank order, times scale            the paper sums codes in FP8, which loses 10 to 30 dB
+    sum    of the decoded codes in float32, in rank order, times scale
+    mu     starts at 1, at most 2; per tensor
 
-    mu     begins at 1; after a message more than 0.001 % of whose numbers saturated it is halved, otherwise multiplied by 2 ** (1/1000),
-           so that it doubles in 1,000 steps; never above 2. It stays where the gradient was all zero or not finite.
+After each message mu is halved if more than 0.001 % of the elements saturated. Otherwise it is
+multiplied by 2 ** (1/1000), so it doubles in 1,000 steps. It is unchanged if the gradient was all
+zero or not finite.
 
-The paper lets mu grow "to 2"; without this end a sparse tensor, whose few numbers are below 0.001 %, would be clipped to nothing.
+The paper sums codes in FP8, which loses 10 to 30 dB. It lets mu grow "to 2", here a hard limit.
+Without a limit, a sparse tensor with fewer than 0.001 % nonzero elements would be clipped to
+nothing.
 
-Each rank appends to every row that it sends how many of its numbers saturated, so all ranks decide alike without another collective.
-A message is columns codes | 8 bytes per tensor, and what the MAX takes: 8 bytes per tensor.
+Each rank appends to every row that it sends the number of its saturated elements, so all ranks
+update mu identically without another collective. Bytes of a message: columns codes, 8 per tensor
+for the counts, and 8 per tensor for the MAX.
 """
 
 from __future__ import annotations
@@ -31,12 +36,16 @@ from narrowgauge.scaling import FP32
 OVERFLOW_SHARE = 1e-5
 DOUBLING_STEPS = 1000
 LARGEST_MU = 2.0
-_SATURATES = E4M3.max * (1 + 2**-22)  # the quotient of the largest number may round to just above 448
+# The quotient of the largest element may round to just above 448; that is not saturation.
+_SATURATES = E4M3.max * (1 + 2**-22)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """How tensors lie in a buffer: `repeats` times one after another, each with so many numbers, none with zero."""
+    """Layout of tensors in a buffer: the sequence of `lengths` elements, repeated `repeats` times.
+
+    No length is zero.
+    """
 
     names: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -49,17 +58,23 @@ class Pieces:
 
 @dataclass
 class Controller:
-    """mu of each tensor, by name; it is the same on all ranks of the links that `reduce_scatter` was given."""
+    """The factor mu of each tensor, by name; identical on all ranks of the links that reduce it."""
 
     _mu: dict[str, Tensor] = field(default_factory=dict)
     _lengths: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
 
     def mu(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """[names] float32."""
+        """Return mu of the named tensors, float32 [names]."""
         return torch.stack([self._mu.get(name, torch.ones(())).to(device) for name in names])
 
     def update(self, names: Sequence[str], overflowed: Tensor, numbers: Tensor, judged: Tensor) -> None:
-        """After a message: how many numbers of each tensor saturated, out of how many, and whether it says anything."""
+        """Update mu after a message.
+
+        names       of the tensors
+        overflowed  [names] saturated elements, summed over ranks
+        numbers     [names] elements in total
+        judged      [names] bool, False for tensors that leave mu unchanged
+        """
         mu = self.mu(names, overflowed.device)
         grown = (mu * 2 ** (1 / DOUBLING_STEPS)).clamp(max=LARGEST_MU)
         after = torch.where(overflowed > OVERFLOW_SHARE * numbers, mu / 2, grown)
@@ -72,21 +87,23 @@ class Controller:
         return self._lengths[key]
 
     def state_dict(self) -> dict[str, float]:
-        """mu by name, of the tensors that have been sent."""
+        """Return {name: mu} of the tensors that have been sent."""
         return {name: float(mu) for name, mu in sorted(self._mu.items())}
 
     def load_state_dict(self, state: Mapping[str, float], known: Sequence[str]) -> None:
-        """known: names that may occur."""
+        """Load a `state_dict`; CheckpointError for names outside `known` or invalid values."""
         for name, mu in state.items():
             if name not in known:
                 near = closest(name, known)
                 raise CheckpointError(
                     f"gradient messages: the checkpoint has mu of {name!r}, which this model does not have"
-                    f"{f'; closest: {near}' if near else ''}. Load the state of the same model, or begin with none."
+                    f"{f'; closest: {near}' if near else ''}. Load the state of the same model, or begin with none.",
+                    code="gradient-messages.unknown-name",
                 )
             if not (isinstance(mu, int | float) and 0 < mu < math.inf):
                 raise CheckpointError(
-                    f"gradient messages: mu of {name!r} is {mu!r}; it must be a positive number. Take an older checkpoint."
+                    f"gradient messages: mu of {name!r} is {mu!r}; it must be a positive number. Take an older checkpoint.",
+                    code="gradient-messages.mu",
                 )
         self._mu = {name: torch.tensor(float(mu)) for name, mu in state.items()}
 
@@ -94,24 +111,32 @@ class Controller:
 def reduce_scatter(
     rows: Tensor, pieces: Pieces, link: Link, controller: Controller, elsewhere: Sequence[Link] = ()
 ) -> Tensor:
-    """rows [ranks, columns], of the same shape on every rank -> float32 [columns]: the sum over ranks of their row for this one.
+    """Return the sum over ranks of their row for this rank, float32 [columns].
 
-    pieces     the tensors in rows, read row after row; together they have as many numbers
-    elsewhere  links to ranks that reduce other parts or copies of the same tensors in the same moment: they share mu, not the scale
+    rows        [ranks, columns], the same shape on every rank
+    pieces      the tensors in `rows`, read row after row; their elements add up to rows.numel()
+    controller  has mu of each tensor, and is updated
+    elsewhere   links to ranks that reduce other shards or replicas of the same tensors at the same
+                time; they share mu, not the scale
     """
     ranks, columns = rows.shape
     if link.size == 1 or rows.numel() == 0:
         return rows[link.rank].to(torch.float32)
     tensors = rows.to(torch.float32).reshape(pieces.repeats, -1)
     amax = _shared_amax(tensors, pieces, link)
+    # mu < 1 leaves headroom above amax, mu > 1 clips the largest elements.
     scale = FP32(amax / controller.mu(pieces.names, rows.device), E4M3)
     each = torch.repeat_interleave(scale, controller.lengths(pieces, rows.device), output_size=tensors.shape[1])
     quotients = tensors / each
+
     codes = E4M3.pack(E4M3.encode(quotients)).view(ranks, columns)
     overflowed = torch.stack([(piece.abs() > _SATURATES).sum() for piece in quotients.split(pieces.lengths, 1)])
     received = link.to_each(torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1))
     overflowed = received[:, columns:].contiguous().view(torch.int64).sum(0)
     _judge(controller, pieces, overflowed, amax, ranks, elsewhere)
+
+    # Codes are added before the scale: it is the same on all ranks, so one multiplication is
+    # enough.
     sum = torch.zeros(columns, dtype=torch.float32, device=rows.device)
     for row in received[:, :columns]:
         sum += E4M3.decode(E4M3.unpack(row, columns))
@@ -119,9 +144,10 @@ def reduce_scatter(
 
 
 def _shared_amax(tensors: Tensor, pieces: Pieces, link: Link) -> Tensor:
-    """[tensors] float32; infinite where a number on any rank is not finite."""
+    """Return the amax of each tensor over the link's ranks, float32 [tensors]; inf if not finite."""
     amax = torch.stack([piece.abs().amax() for piece in tensors.split(pieces.lengths, 1)])
     finite = amax.isfinite()
+    # Finite maxima and flags in one message: NaN is lost in a MAX on some backends.
     found = link.maximum(torch.stack((torch.where(finite, amax, 0.0), (~finite).to(torch.float32))))
     return torch.where(found[1] > 0, math.inf, found[0])
 
@@ -131,6 +157,7 @@ def _judge(
 ) -> None:
     numbers = controller.lengths(pieces, amax.device) * (pieces.repeats * ranks)
     seen = torch.stack((overflowed, numbers, (amax > 0).to(torch.int64), amax.isinf().to(torch.int64)))
+    # Ranks with other shards or replicas add their counts, so that all update mu alike.
     for link in elsewhere:
         link.sum(seen)
     overflowed, numbers, some, poisoned = seen.unbind()

@@ -1,13 +1,15 @@
-"""Dropout between a column-wise and a row-wise layer, where each rank has other features: each draws its own.
+"""Independent dropout masks per rank between column-wise and row-wise parallel layers.
 
     x  ->  column-wise  ->  attention, activation, dropout  ->  row-wise  ->  y
-    equal on all ranks      own features, own generators        equal on all ranks
+    replicated              own features, own generators        replicated
 
-Elsewhere activations are equal on all ranks of tensor parallelism, and so must be what dropout leaves out: there torch's generators are
-seeded alike. Were they between the two layers as well, head n of every rank would leave out the same.
+Outside this region activations are replicated over the tensor-parallel ranks, so dropout masks must
+be identical and torch's generators have the same seed. Inside, each rank has other features: with
+identical seeds, head n of every rank would drop the same elements.
 
-The first column-wise layer draws one number from the common generator, by which and by its rank torch's generators are seeded; the
-row-wise layer sets them back. Checkpointing, which brings the generators back, repeats it.
+The first column-wise layer draws one number from the common generator. torch's generators are
+seeded by that number and the rank, and the row-wise layer restores them. Activation checkpointing
+restores the common generator and so repeats the draws.
 """
 
 from __future__ import annotations
@@ -24,11 +26,17 @@ from narrowgauge.ops.random import hashed
 
 
 class SplitDropout:
-    """rank: among those that share the layers. agreement: of the model, whose layers draw by the micro-batch all the same."""
+    """Hooks that reseed torch's generators between column-wise and row-wise layers.
+
+    rank       of this process among the ranks that share the layers
+    device     of the layers
+    agreement  of the model; its layers continue to draw by micro-batch. None: not distributed
+    """
 
     def __init__(self, rank: int, device: torch.device, agreement: Agreement | None) -> None:
         self.rank, self.device, self.agreement = rank, device, agreement
-        self._outside: dict[int, Any] = {}  # seed of a part -> the generators before it
+        # Seed of the region -> generator states before it.
+        self._outside: dict[int, Any] = {}
 
     def install(self, columns: Iterable[nn.Module], rows: Iterable[nn.Module]) -> None:
         for each in columns:
@@ -37,17 +45,21 @@ class SplitDropout:
             each.register_forward_pre_hook(self.end)
 
     def begin(self, module: nn.Module, *_: Any) -> None:
-        """A forward hook of column-wise layers; only the first of those that read one tensor finds anything to do."""
+        """Forward hook of column-wise layers: reseed torch's generators.
+
+        Only the first of several layers with the same input has an effect.
+        """
         if not module.training or torch.initial_seed() in self._outside:
             return
         low, high = hashed(int(torch.randint(2**62, (), device="cpu")), self.rank)
         seed = low | (high & 0x7FFFFFFF) << 32
-        self._outside = {seed: generators()}  # of a part that checkpointing left early nothing is kept
+        # Replaces the entry of a region that checkpointing left early, before its row-wise layer.
+        self._outside = {seed: generators()}
         if self.agreement is not None:
             self.agreement.continue_as(seed, self.device)
         seed_all(seed)
 
     def end(self, module: nn.Module, _: Any) -> None:
-        """A forward pre-hook of row-wise layers."""
+        """Forward pre-hook of row-wise layers: restore the generators."""
         if (before := self._outside.pop(torch.initial_seed(), None)) is not None:
             set_generators(before)

@@ -1,19 +1,20 @@
-"""What a stage of a pipeline sends: E4M3 codes in tiles of 1 x 32 with a byte of E8M0 each, in a tensor of the dtype that it was.
+"""8-bit message between pipeline stages: E4M3 codes in 1 x 32 tiles with E8M0 scales.
 
-    x [..., K], K = 32 B + r     B tiles and a rest of r < 32 elements, which travel as they are
+    x [..., K], K = 32 B + r: B tiles, and r < 32 remaining elements that are sent unquantized
 
-    bytes of a row    scale 0, code 0, scale 1, code 1, ..., scale B-1, code B-1, codes B ... 32 B - 1, zeros up to a whole element
-    message           ceil(33 B / itemsize) + r elements of x's dtype: 0.516 of bfloat16, 0.258 of float32
+    bytes of a row  scale 0, code 0, scale 1, code 1, ..., scale B-1, code B-1,
+                    codes B ... 32 B - 1, zeros up to a whole element
+    message         ceil(33 B / itemsize) + r elements of x's dtype
 
-torch sends only tensors whose shapes and dtypes a stage can work out before the first message, and the receiver has nothing else to go
-by. So a message has the dtype of x, and five axes in the place of its last, four of them 1. Which one is not says what the width alone
-does not: the first, that r = 0; axis 1 + b, that r > 0 and b is B modulo 4.
+A message has 0.516 of the bytes of bfloat16, 0.258 of float32.
 
-Scales lie in the low bytes of elements. So the message of finite numbers is finite read as bfloat16 or float32 as well, and what looks for
-NaN in gradients (anomaly mode, NCCL's check) gives no false alarm. A tile with NaN or infinity is all NaN at the receiver; what
-rounding up took beyond the largest number of the dtype is that number.
+torch sends only tensors whose shape and dtype a stage can compute before the first message. The
+receiver has no other information, so shape and dtype must determine K. A message therefore has the
+dtype of x, and five axes in place of the last one, four with length 1. The position of the long
+axis encodes what the width alone cannot. Axis 0 means r = 0; axis 1 + b means r > 0 and B % 4 = b.
 
-Tensors of other dtypes (integers, bool, float64), numbers without axes and DTensors travel as they are.
+A tile with NaN or infinity is all NaN at the receiver. Values rounded above the dtype's maximum are
+clamped to it. Integer, bool and float64 tensors, 0-d tensors and DTensors are sent unchanged.
 """
 
 from __future__ import annotations
@@ -40,20 +41,21 @@ _PERIOD = _AXES - 1
 
 
 def is_packed(x: Any) -> bool:
-    """Whether such a tensor is sent as codes."""
+    """Return True for tensors that are sent as codes."""
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in _DTYPES and x.ndim > 0
 
 
 def width(columns: int, dtype: torch.dtype) -> int:
-    """Elements of the message of a row."""
+    """Return the number of elements in the message of one row."""
     tiles, rest = divmod(columns, TILE)
     return _elements(tiles, dtype) + rest
 
 
 def message_like(x: Tensor) -> Tensor:
-    """A tensor as the message of x is, without its numbers: what `input_args` and `output_args` of a PipelineStage ask for.
+    """Return an uninitialized tensor with the shape and dtype of x's message.
 
-    On x's device, which may be "meta"; it requires gradients if x does. x itself where it travels as it is.
+    Use it for `input_args` and `output_args` of a PipelineStage. It is on x's device, which may be
+    "meta", and requires gradients if x does. Returns x itself if x is sent unchanged.
     """
     if not is_packed(x):
         return x
@@ -65,16 +67,19 @@ def message_like(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode(x: Tensor) -> Tensor:
-    """x [..., K] -> its message."""
+    """Quantize x [..., K] to its message."""
     columns = x.shape[-1]
     tiles, rest = divmod(columns, TILE)
     rows = x.reshape(x.shape[:-1].numel(), columns)
     q = quantize(rows[:, : tiles * TILE], MESSAGE)
     codes, whole = E4M3.pack(q.data), _elements(tiles, x.dtype)
-    message = message_like(x.detach())  # no view: schedules detach what a stage returns in place
+    # A fresh tensor and not a view: schedules call detach_() on a stage's outputs.
+    message = message_like(x.detach())
     elements = message.view(len(rows), whole + rest)
     elements[:, whole:] = rows[:, tiles * TILE :]
     body = elements.view(torch.uint8)[:, : whole * x.dtype.itemsize]
+    # The top byte of each element is a code, never a scale. Read as bfloat16 or float32, a message
+    # of finite values is then finite too: NaN checks (anomaly mode, NCCL) raise no false alarm.
     body[:, 0 : 2 * tiles : 2] = E8M0.encode(q.scale)
     body[:, 1 : 2 * tiles : 2] = codes[:, :tiles]
     body[:, 2 * tiles : (TILE + 1) * tiles] = codes[:, tiles:]
@@ -84,7 +89,7 @@ def encode(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(message: Tensor) -> Tensor:
-    """What `encode` was given, rounded. Raises ShapeError for a tensor that is no message."""
+    """Dequantize a message of `encode`. Raises ShapeError for any other tensor."""
     columns = columns_of(message)
     tiles, rest = divmod(columns, TILE)
     leading, dtype = message.shape[:-_AXES], message.dtype
@@ -95,6 +100,7 @@ def decode(message: Tensor) -> Tensor:
     scale = E8M0.decode(body[:, 0 : 2 * tiles : 2].contiguous())
     q = QTensor(data=E4M3.unpack(codes, tiles * TILE), scale=scale, cast=MESSAGE, inner=tiles * TILE)
     limit = torch.finfo(dtype).max
+    # Rounding up may pass the largest value of the dtype.
     x = dequantize(q).clamp_(-limit, limit).to(dtype)
     if rest:
         x = torch.cat((x, rows[:, whole:]), dim=1)
@@ -102,7 +108,10 @@ def decode(message: Tensor) -> Tensor:
 
 
 def columns_of(message: Tensor) -> int:
-    """K of the tensor that a message is of, from its shape and dtype. Raises ShapeError for a tensor that is no message."""
+    """Return K of the encoded tensor, from the message's shape and dtype.
+
+    Raises ShapeError for a tensor that is not a message.
+    """
     axes, size = list(message.shape[-_AXES:]), message.dtype.itemsize
     places = [place for place, length in enumerate(axes) if length != 1]
     if len(axes) == _AXES and not places:
@@ -110,6 +119,7 @@ def columns_of(message: Tensor) -> int:
     if len(axes) == _AXES and len(places) == 1:
         place, elements = places[0], axes[places[0]]
         tiles = (elements - bool(place)) * size // (TILE + 1)
+        # Several (B, r) pairs give the same width: B modulo 4 selects the right one.
         while place and tiles % _PERIOD != place - 1:
             tiles -= 1
         rest = elements - _elements(tiles, message.dtype)
@@ -117,7 +127,8 @@ def columns_of(message: Tensor) -> int:
             return tiles * TILE + rest
     raise ShapeError(
         f"pipeline: a stage got {list(message.shape)} {message.dtype}, which is no message in 8 bits. "
-        'Call distribute(stage, activations="fp8") for every stage, before the first step of the schedule.'
+        'Call distribute(stage, activations="fp8") for every stage, before the first step of the schedule.',
+        code="pipeline.message",
     )
 
 
@@ -129,7 +140,7 @@ _WAY_ON = 'Send 16 bits: distribute(stage, activations="16bit").'
 
 
 class Pack(torch.autograd.Function):
-    """The end of a stage: x -> its message; back comes the message of its gradient."""
+    """Encode a stage's output; backward decodes the message of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -142,7 +153,7 @@ class Pack(torch.autograd.Function):
 
 
 class Unpack(torch.autograd.Function):
-    """The beginning of a stage: a message -> x; what goes back is the message of its gradient. sent: told of it."""
+    """Decode a stage's input; backward encodes its gradient and calls sent(message)."""
 
     @staticmethod
     def forward(ctx: Any, message: Tensor, sent: Any) -> Tensor:

@@ -1,14 +1,18 @@
-"""A nested state as named tensors and JSON values, and back.
+"""Flatten a nested state into named tensors and JSON values, and rebuild it.
 
     {"model": {"weight": w}, "step": 7, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}
 
-    tensors   "model.weight": w
-    values    "step": 7    "groups": {"list": [{"items": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.99]}]]}]}
-    paths     "model.weight": ["model", "weight"]    "step": ["step"]    "groups": ["groups"]
+    tensors  "model.weight": w
+    values   "step": 7
+             "groups": {"list": [{"items": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.99]}]]}]}
+    paths    "model.weight": ["model", "weight"]   "step": ["step"]   "groups": ["groups"]
 
-Dicts are taken apart, lists and tuples only if they hold tensors (their steps in a path are ["list", 0] and ["tuple", 0]). So ranks
-that hold different layers have different names, and what has one name must be one thing. Types are kept: int and float, tuple and
-list, text and number as a key. What JSON cannot hold is refused: other types, NaN and infinity, a name that two entries would have.
+Dicts are always flattened; lists and tuples only if they contain tensors (path steps ["list", 0]
+and ["tuple", 0]). Ranks with different layers therefore have different names, and equal names must
+be the same entry.
+
+Types are preserved: int and float, tuple and list, string and integer keys. Values that JSON cannot
+represent are refused: other types, NaN and infinity, and names that occur twice.
 """
 
 from __future__ import annotations
@@ -25,15 +29,17 @@ from torch import Tensor
 
 from narrowgauge.errors import CheckpointError
 
-Path = list[Any]  # of a key (text or whole number), or ["list" or "tuple", place]
+# Steps of a path: a key (str or int), or ["list" | "tuple", position].
+Path = list[Any]
 DICTS = (dict, OrderedDict)
 PLAIN = (type(None), bool, int, float, str)
+# Lone surrogates cannot be encoded as UTF-8, so JSON files cannot hold them.
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
 class Flat:
-    """A state as `flatten` gives it: the three tables above."""
+    """Result of `flatten`: the three tables of the module docstring."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -41,14 +47,19 @@ class Flat:
 
 
 def flatten(tree: Mapping[str, Any]) -> Flat:
-    """CheckpointError names what cannot be stored."""
+    """Flatten a nested dict. CheckpointError for entries that cannot be stored."""
     if type(tree) not in DICTS:
-        raise CheckpointError(f"the state is a {type(tree).__name__}, not a dict. Pass a dict of tensors and values.")
+        raise CheckpointError(
+            f"the state is a {type(tree).__name__}, not a dict. Pass a dict of tensors and values.",
+            code="checkpoint.not-a-dict",
+        )
     flat = Flat()
     for path, leaf in _leaves(tree, []):
         name = _name(path)
         if name in flat.paths:
-            raise CheckpointError(f"two entries of the state are called {name!r}. Rename one of them.")
+            raise CheckpointError(
+                f"two entries of the state are called {name!r}. Rename one of them.", code="checkpoint.two-names"
+            )
         flat.paths[name] = path
         if isinstance(leaf, Tensor):
             flat.tensors[name] = leaf
@@ -58,11 +69,14 @@ def flatten(tree: Mapping[str, Any]) -> Flat:
 
 
 def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    # An empty dict below the root is a value: flattened, it would leave no entry.
     if type(tree) in DICTS and (tree or not path):
         for key, value in tree.items():
+            # Exact types: isinstance would accept a bool as an int.
             if type(key) not in (str, int) or (isinstance(key, str) and SURROGATES.search(key)):
                 raise CheckpointError(
-                    f"{_name(path)!r} has the key {key!r}, which is no text or whole number. Use a text as key."
+                    f"{_name(path)!r} has the key {key!r}, which is no text or whole number. Use a text as key.",
+                    code="checkpoint.key",
                 )
             yield from _leaves(value, [*path, key])
     elif type(tree) in (list, tuple) and _holds_tensors(tree):
@@ -84,10 +98,11 @@ def _name(path: Path) -> str:
 
 
 def encode(value: Any, name: str) -> Any:
-    """The value as JSON, with its types."""
+    """Return the value as JSON-compatible data with its types."""
     if type(value) in (list, tuple):
         return {type(value).__name__: [encode(part, name) for part in value]}
     if type(value) in DICTS:
+        # Pairs and not a JSON object, whose keys could be strings only.
         return {"items": [[encode(key, name), encode(part, name)] for key, part in value.items()]}
     reason = ""
     if type(value) not in PLAIN:
@@ -98,13 +113,14 @@ def encode(value: Any, name: str) -> Any:
         reason = f"is {value!r}, which is no Unicode text"
     if reason:
         raise CheckpointError(
-            f"{name!r} {reason}, which JSON cannot hold. Store numbers, text, lists, tables or tensors."
+            f"{name!r} {reason}, which JSON cannot hold. Store numbers, text, lists, tables or tensors.",
+            code="checkpoint.not-json",
         )
     return value
 
 
 def decode(stored: Any) -> Any:
-    """The inverse of `encode`; ValueError for what it does not write."""
+    """Return the value of encoded data; ValueError if `encode` could not have written it."""
     if not isinstance(stored, dict):
         return stored
     [(kind, content)] = stored.items()
@@ -117,12 +133,13 @@ def decode(stored: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two encoded values are one: 1, 1.0 and True are not, 0.0 and -0.0 neither."""
+    """Compare two encoded values by type and value: 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    # Compare text: in Python 1 == 1.0 == True and 0.0 == -0.0.
     return json.dumps(one) == json.dumps(other)
 
 
 def unflatten(paths: Mapping[str, Path], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested state from its leaves: tensors, and decoded values."""
+    """Rebuild the nested state from its leaves: tensors and decoded values."""
     root = _Node()
     for name, path in paths.items():
         place = root
@@ -141,7 +158,7 @@ def unflatten(paths: Mapping[str, Path], leaves: Mapping[str, Any]) -> dict[str,
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a list or tuple."""
+    """Position in a list or tuple."""
 
     kind: str
     number: int
@@ -152,11 +169,11 @@ def _key(step: Any) -> Any:
 
 
 class _Node(dict[Any, Any]):
-    """A table or sequence while it is being put together; all else is a leaf."""
+    """A dict or sequence under construction; any other object is a leaf."""
 
 
 def _built(node: Any) -> Any:
-    """The node with its sequences put back, as plain dicts, lists and tuples."""
+    """Return the node as plain dicts, lists and tuples."""
     if not isinstance(node, _Node):
         return node
     parts = {key: _built(part) for key, part in node.items()}
@@ -164,6 +181,7 @@ def _built(node: Any) -> Any:
     if not places:
         return parts
     kind = places[0].kind
+    # Complete and of one kind: a damaged index must not shorten a list silently.
     if len(places) < len(parts) or {(place.kind, place.number) for place in places} != {
         (kind, i) for i in range(len(places))
     }:
@@ -173,7 +191,10 @@ def _built(node: Any) -> Any:
 
 
 def fill(tree: Any, values: Mapping[str, Any], path: Path | None = None) -> Any:
-    """Puts decoded values by name in the places of `tree` that they came from; tensors stay. Returns `tree`, or a new tuple."""
+    """Replace the non-tensor values of `tree` by decoded values of the same name, in place.
+
+    Returns `tree`, or a new tuple for a tuple.
+    """
     path = path or []
     if type(tree) in DICTS and (tree or not path):
         for key in tree:

@@ -1,20 +1,23 @@
-"""Checkpoints of several ranks: whole or absent, every changed bit detected, readable on any number of ranks, and without any.
+"""Atomic, verified checkpoints of several ranks, readable on any number of ranks.
 
-    save(state, folder)     all ranks call it; when it returns on one of them, the checkpoint is on the disk
-    load(state, folder)     into tensors that are sharded as they are now, on as many ranks as there are now
-    read(folder)            the whole of it as ordinary tensors on the CPU, in one process, without a process group
-    verify(folder)          CheckpointError unless every byte is the one that was written
+    save(state, folder)  called by all ranks; the checkpoint is durable when it returns on any rank
+    load(state, folder)  into tensors sharded as they are now, on the current number of ranks
+    read(folder)         full tensors on the CPU, in one process without a process group
+    verify(folder)       raise CheckpointError unless every byte is as written
 
-A state is a nested dict. DTensors are stored in the parts that ranks hold (narrowgauge/distributed/shards.py) and resharded by
-torch's planners; plain tensors are the same on all ranks by invariant and stored once; what is no tensor is stored as JSON
-(narrowgauge/distributed/state_tree.py). Ranks may lack entries that others have, as stages of a pipeline do.
+A state is a nested dict. DTensors are stored as the shards that ranks hold (shards.py) and
+resharded by torch's planners. Plain tensors must be identical on all ranks and are stored once.
+Other values are stored as JSON (state_tree.py). Ranks may lack entries that others have, as
+pipeline stages do.
 
-Whatever one rank runs into (a full disk, a tensor that differs, a damaged file), all ranks raise the same error, which begins with
-that rank. A rank that dies is not waited for longer than the process group's time-out; its error is the process group's.
+If any rank fails (full disk, differing tensor, damaged file), all ranks raise the same error, which
+names that rank. If a rank dies, the others raise after the process group's timeout.
 
-`load` verifies all files first, each once, shared between the ranks, and changes nothing unless all are whole; what a rank then
-reads, it hashes again. So loading costs two reads of the checkpoint, of which most come from the page cache.
-Left out: asynchronous saves; one copy of tied weights (each name is stored).
+`load` first verifies all files, divided among the ranks, and changes nothing unless all are intact.
+Each rank hashes again the files that it then reads. The cost is two reads of the checkpoint, mostly
+from the page cache.
+
+Not supported: asynchronous saves; storing tied weights once (each name is stored).
 """
 
 from __future__ import annotations
@@ -40,15 +43,23 @@ from narrowgauge.distributed.together import Group, one_sentence, rank_and_world
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.manifest import NAME, STEP, Manifest
 
-SHOWN = 3  # entries that an error names
+# Number of mismatched entries that an error message lists.
+SHOWN = 3
 
 
 def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = None) -> Path:
-    """Writes the state of all ranks as one checkpoint `folder`, on a file system that all ranks share, and returns its path.
+    """Write the state of all ranks as one checkpoint and return its absolute path.
 
-    An older checkpoint there is replaced once the new one is on the disk. Of a folder named step-00000100 the step is kept.
-    StorageError if the file system refuses on any rank, CheckpointError if something cannot be stored, or differs between ranks
-    and may not; in each case on all ranks, nothing is left behind and older checkpoints are untouched.
+    state_dict     nested dict of tensors and values
+    folder         path on a file system that all ranks share; a name such as step-00000100 sets the
+                   step stored in the manifest
+    process_group  of all saving ranks; None: the default group
+
+    An older checkpoint at the path is replaced once the new one is durable.
+
+    StorageError if the file system refuses on any rank; CheckpointError for entries that cannot be
+    stored, or that must not differ between ranks but do. Errors are raised on all ranks, nothing is
+    left behind, and older checkpoints stay untouched.
     """
     folder = Path(folder).absolute()
 
@@ -57,6 +68,7 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
         step = int(folder.name[5:]) if STEP.fullmatch(folder.name) else 0
         return ShardWriter(folder, state_tree.flatten(state_dict), step)
 
+    # A relative path may resolve to another folder on another rank.
     writer = together(prepare, process_group, compare=lambda writer: str(writer.folder), what="save: the folder")
     try:
         with one_sentence(process_group):
@@ -68,24 +80,32 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
             )
     except BaseException as error:
         _, world = rank_and_world(process_group)
+        # Any other error means that a rank is gone, and a third rank may still be writing: keep the
+        # draft.
         if world == 1 or isinstance(error, NarrowgaugeError | KeyboardInterrupt):
-            writer.discard()  # else another rank is gone, and a third may still write
+            writer.discard()
         raise
     return folder
 
 
 def load(state_dict: dict[str, Any], folder: Path | str, process_group: Group = None, partial: bool = False) -> None:
-    """Reads a checkpoint into the tensors of `state_dict`, and replaces its other values.
+    """Load a checkpoint into the tensors of `state_dict` and replace its other values.
 
-    The checkpoint may be of any number of ranks, or of one process. Names, types and shapes must be those of `state_dict`; with
-    `partial` the checkpoint may have more. CheckpointError, before anything is changed and on all ranks, if it is damaged or does
-    not fit. The optimizer's state must exist: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` makes it.
+    The checkpoint may come from any number of ranks, or from one process. Names, dtypes and shapes
+    must match `state_dict`; with `partial` the checkpoint may have more entries. The optimizer's
+    state must exist, as created by
+    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+
+    CheckpointError on all ranks, before any change, if the checkpoint is damaged or does not fit.
     """
     load_opened(state_dict, *opened(folder, process_group), process_group, partial)
 
 
 def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manifest, Index]:
-    """A checkpoint all of whose files are whole. Each file is read and hashed by one of the ranks."""
+    """Verify a checkpoint and return (absolute path, manifest, index).
+
+    Each file is read and hashed by a single rank.
+    """
     folder = Path(folder).absolute()
     rank, world = rank_and_world(process_group)
 
@@ -93,6 +113,7 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
         listing = manifest.read(folder)
         return listing, hashlib.sha256(listing.signed()).hexdigest()
 
+    # Ranks must see the same manifest; without a shared file system they may not.
     found = together(look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint")
 
     def check() -> Index:
@@ -111,8 +132,9 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
 def load_opened(
     state_dict: dict[str, Any], folder: Path, listing: Manifest, index: Index, process_group: Group, partial: bool
 ) -> None:
-    """`load` of a checkpoint that has been verified."""
+    """Load a checkpoint that `opened` has verified; arguments as in `load`."""
 
+    # A collective, so it must not run inside `fit`, which may raise on one rank.
     foreign = set() if partial else _of_nobody(state_dict, index, process_group)
 
     def fit() -> tuple[state_tree.Flat, dict[str, Any]]:
@@ -128,18 +150,22 @@ def load_opened(
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=process_group,
         )
+    # Last: values change only after all tensors were loaded.
     state_tree.fill(state_dict, values)
 
 
 def read(folder: Path | str, only: str = "") -> dict[str, Any]:
-    """The whole state, with ordinary tensors on the CPU; with `only` the part below that outermost key. Needs no process group.
+    """Return the full state, with plain tensors on the CPU; needs no process group.
 
-    Every file that it needs is hashed as it is read. Peak memory beside the tensors: one file.
+    only  return the part below this outermost key; "": everything
+
+    Every file is hashed as it is read. Peak memory besides the tensors: one file.
     """
     folder = Path(folder).absolute()
     listing, index = _index_of(folder)
     index = index.part(lambda key: only in ("", key))
-    room: dict[int, Tensor] = {}  # names that are stored as one tensor come back as one
+    # Tied names share one list of chunks, so they are read into one tensor.
+    room: dict[int, Tensor] = {}
     whole = {
         name: room.setdefault(id(stored.chunks), torch.empty(stored.shape, dtype=stored.dtype))
         for name, stored in index.tensors.items()
@@ -153,10 +179,11 @@ def read(folder: Path | str, only: str = "") -> dict[str, Any]:
 
 
 def verify(folder: Path | str) -> None:
-    """CheckpointError unless every byte of the checkpoint is the one that was written, and its shards hold what its index says."""
+    """Raise CheckpointError unless every file is intact and its contents match the index."""
     folder = Path(folder).absolute()
     listing, index = _index_of(folder)
     chunks = dict(indexes.by_file(index.tensors))
+    # Files without chunks, such as index.json.
     for file in listing.files.keys() - chunks:
         indexes.verified(folder, file, listing)
     for file, wanted in chunks.items():
@@ -166,7 +193,10 @@ def verify(folder: Path | str) -> None:
 
 
 def _index_of(folder: Path) -> tuple[Manifest, Index]:
-    """The headers of one process's files are read for it, so these are verified first."""
+    """Return manifest and index.
+
+    Files of a single-process checkpoint are verified first: the index is built from their headers.
+    """
     listing = manifest.read(folder)
     if not listing.save:
         manifest.verify(folder)
@@ -174,15 +204,23 @@ def _index_of(folder: Path) -> tuple[Manifest, Index]:
 
 
 def _refuse_other_folder(folder: Path) -> None:
-    """What is replaced is a checkpoint, or a place that is free."""
+    """Raise CheckpointError unless the folder is absent, empty or a checkpoint."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointError(f"{folder}: is not a folder. Choose another one for the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: is not a folder. Choose another one for the checkpoint.", code="checkpoint.not-a-folder"
+        )
     if folder.is_dir() and not (folder / NAME).exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.")
+        raise CheckpointError(
+            f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.",
+            code="checkpoint.other-files",
+        )
 
 
 def _of_nobody(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
-    """What no rank reads of a checkpoint: an entry may be one rank's own."""
+    """Return the checkpoint's entries that no rank reads.
+
+    An entry may belong to one rank alone, so all ranks must lack it before it counts as foreign.
+    """
     unread = together(lambda: set(index.paths) - set(state_tree.flatten(state_dict).paths), process_group)
     told: list[Any] = [unread]
     if (world := rank_and_world(process_group)[1]) > 1:
@@ -192,7 +230,10 @@ def _of_nobody(state_dict: dict[str, Any], index: Index, process_group: Group) -
 
 
 def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: set[str]) -> None:
-    """Another model, recipe or optimizer; nothing is converted or filled in silently."""
+    """Raise CheckpointError for a checkpoint of another model, recipe or optimizer.
+
+    Nothing is converted or filled in silently.
+    """
     clauses = [f"it has no {name}" for name in flat.paths if name not in index.paths]
     clauses += [f"{name} is not part of this state" for name in index.paths if name in foreign]
     for name, tensor in flat.tensors.items():
@@ -211,13 +252,18 @@ def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: se
         more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
         raise CheckpointError(
             f"{folder}: a checkpoint of another state: {'; '.join(clauses[:SHOWN])}{more}. Load it into the model, recipe and "
-            "optimizer that wrote it, with the optimizer's state made first."
+            "optimizer that wrote it, with the optimizer's state made first.",
+            code="checkpoint.other-state",
         )
 
 
 def _share(listing: Manifest, rank: int, world: int) -> list[str]:
-    """The files that this rank verifies: the largest first, each to the rank with the fewest bytes so far."""
+    """Return the files that this rank verifies.
+
+    Greedy: the largest file first, each to the rank with the fewest bytes so far.
+    """
     loads, shares = [0] * world, [[] for _ in range(world)]  # type: ignore[var-annotated]
+    # Ties are broken by name: every rank must compute the same shares.
     for name in sorted(listing.files, key=lambda name: (-listing.files[name]["bytes"], name)):
         least = loads.index(min(loads))
         loads[least] += listing.files[name]["bytes"]

@@ -1,22 +1,28 @@
-"""Tensor parallelism with sequence parallelism whose messages take one byte per number: styles for torch's `parallelize_module`.
+"""Tensor and sequence parallelism with 8-bit messages: styles for torch's `parallelize_module`.
 
     parallelize_module(block, mesh, {
         "attention_norm": SequenceParallel(),
-        "attention": GatherInput(),                                 # x, once for q, k and v
+        "attention": GatherInput(),              # x, once for q, k and v
         "attention.q_proj": ColwiseParallel(), ...,
-        "attention.o_proj": RowwiseParallel(),                      # partial sums, summed and scattered
+        "attention.o_proj": RowwiseParallel(),   # partial sums, reduced and scattered
     })
 
-                        forward                                         backward
-    GatherInput         x: codes gathered along the tokens              gradient of x: parts summed in two steps
-    RowwiseParallel     y: parts summed in two steps                    gradient of y: codes gathered along the tokens
+                     forward                        backward
+    GatherInput      x: all-gather of codes         gradient of x: reduce-scatter
+    RowwiseParallel  y: reduce-scatter              gradient of y: all-gather of codes
 
-A gathered tensor travels as the codes by which its first reader multiplies, and is handed over to all that multiply by the same (the
-caches of `nn`): no layer casts it again, and a product that reads it transposed casts the decoded values. Where a reader has no codes of
-8 bits (4 bits, 16 bits, rotated or random casts) it travels as E4M3 in tiles of 1 x 128, and what arrives is rounded twice. Parts of a sum
-travel as E4M3 in tiles of 1 x 128 to the rank that has the tokens, which decodes them and adds in float32, in the order of the ranks.
+All-gathers and reduce-scatters are along the token axis. A gathered tensor is sent as the codes
+that its first reader's GEMM uses. Its casts are cached for all layers that use the same cast, so no
+layer quantizes it again. GEMMs that need the transpose quantize the dequantized values.
 
-With activations="16bit" the styles are torch's own. Not under torch.compile, which has no sources of casts.
+Some readers have no 8-bit codes: 4 or 16 bits, rotated or stochastic casts. For them the tensor is
+sent as E4M3 in 1 x 128 tiles and rounded twice, by the message and by the layer's own cast.
+
+Partial sums are sent as E4M3 in 1 x 128 tiles to the rank that owns the tokens. That rank adds them
+in float32, in rank order.
+
+With activations="16bit" the styles behave like torch's. FP8 messages need eager mode: torch.compile
+bypasses the caches of casts.
 """
 
 from __future__ import annotations
@@ -38,15 +44,19 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import constant_while_compiling
 
 ACTIVATIONS = ("fp8", "16bit")
-_ATTRIBUTE = "_narrowgauge_messages"  # of a module that a style parallelised
+# Key in the `__dict__` of a module that a style of this file parallelized.
+_ATTRIBUTE = "_narrowgauge_messages"
 
 
 @dataclass(eq=False)
 class SequenceMessages:
-    """How the activations of one module travel; `activations` may be changed at any time.
+    """Message format of one module's activations; `activations` may be changed at any time.
 
-    axis    of the tokens
-    sent    bytes of whole messages that this rank gave to collectives, by kind
+    module       the parallelized module
+    mesh         one-dimensional mesh of tensor parallelism
+    axis         index of the token axis
+    activations  "fp8" or "16bit"
+    sent         bytes of complete messages given to collectives by this rank, by kind
     """
 
     module: nn.Module
@@ -56,14 +66,15 @@ class SequenceMessages:
     sent: Counter[str] = field(default_factory=Counter)
 
     def readers(self) -> Iterator[QLinear]:
-        """The column-wise layers of the module, in the order in which they were defined."""
+        """Yield the column-wise layers of the module, in order of definition."""
         for layer in self.module.modules():
             weight = layer._parameters.get("weight") if isinstance(layer, QLinear) else None
+            # A weight is [N, K], so Shard(0) splits the output features: column-wise.
             if isinstance(weight, DTensor) and any(each.is_shard(0) for each in weight.placements):
                 yield layer
 
     def gather_input(self, x: DTensor) -> DTensor:
-        """x, cut along the tokens -> all tokens."""
+        """All-gather x along the token axis."""
         if self.activations == "16bit" or self.mesh.size() == 1:
             return x.redistribute(placements=(Replicate(),))
         if torch.compiler.is_compiling():
@@ -72,7 +83,7 @@ class SequenceMessages:
         return found
 
     def scatter_output(self, y: DTensor) -> DTensor:
-        """y, parts of a sum -> the sum, cut along the tokens."""
+        """Reduce-scatter the partial sums y along the token axis."""
         if self.activations == "16bit" or self.mesh.size() == 1:
             return y.redistribute(placements=(Shard(self.axis),))
         if torch.compiler.is_compiling():
@@ -81,7 +92,7 @@ class SequenceMessages:
         return found
 
     def gathered(self, x: DTensor, role: str, layers: Iterable[QLinear]) -> DTensor:
-        """x, or a gradient of y, of all tokens, with its casts handed over to the layers."""
+        """All-gather x (or an output gradient) as codes, and cache its casts for `layers`."""
         return messages.gather(x, self.axis, role, list(layers), self.sent)
 
     def summed(self, parts: DTensor) -> DTensor:
@@ -90,9 +101,14 @@ class SequenceMessages:
 
 @constant_while_compiling
 def _refuse_compiling() -> None:
-    """Called while torch.compile traces: of an error that traced code raises it would make a break of the graph, and go on."""
+    """Raise ConfigError while torch.compile traces.
+
+    Dynamo turns an error raised by traced code into a graph break and continues. A function marked
+    constant is called during tracing, so its error reaches the user.
+    """
     raise ConfigError(
-        "tensor parallelism: messages in FP8 are sent in eager mode alone. Compile with activations='16bit', or do not compile."
+        "tensor parallelism: messages in FP8 are sent in eager mode alone. Compile with activations='16bit', or do not compile.",
+        code="tensor-parallel.compiled",
     )
 
 
@@ -104,6 +120,7 @@ class _GatherInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        # Column-wise layers leave partial sums. A replicated gradient needs only slicing.
         if gradient.placements[0].is_partial():
             return ctx.via.summed(gradient), None
         return gradient.redistribute(placements=(Shard(ctx.via.axis),)), None
@@ -118,15 +135,17 @@ class _ScatterOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         via, along = ctx.via, Shard(ctx.via.axis)
+        # The next layer may return a replicated gradient: slice it to this rank's tokens first.
         cut = gradient if gradient.placements == (along,) else gradient.redistribute(placements=(along,))
         return via.gathered(cut, "gy", [via.module] if isinstance(via.module, QLinear) else []), None
 
 
 class GatherInput(styles.PrepareModuleInput):
-    """PrepareModuleInput for a module whose first input is cut along the tokens, and which reads all of them.
+    """PrepareModuleInput for a module that reads all tokens of a token-sharded first input.
 
-    axis          of the tokens
-    activations   "fp8" or "16bit"
+    axis              index of the token axis
+    activations       "fp8" or "16bit"
+    use_local_output  pass the module a plain tensor instead of a DTensor
     """
 
     def __init__(self, *, axis: int = 1, activations: str = "fp8", use_local_output: bool = False) -> None:
@@ -141,6 +160,7 @@ class GatherInput(styles.PrepareModuleInput):
         def gather(
             _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            # transformers calls attention modules with keyword arguments only.
             first = given[0] if given else next(iter(named.values()))
             x = (
                 first
@@ -150,6 +170,7 @@ class GatherInput(styles.PrepareModuleInput):
             if x.placements != (Shard(self.axis),):
                 x = x.redistribute(placements=(Shard(self.axis),))
             found = via.gather_input(x)
+            # The module's gradients with respect to x are partial sums over the ranks.
             whole = found.to_local(grad_placements=(Partial(),)) if self.use_local_output else found
             if given:
                 return (whole, *given[1:]), named
@@ -160,10 +181,12 @@ class GatherInput(styles.PrepareModuleInput):
 
 
 class RowwiseParallel(styles.RowwiseParallel):
-    """torch's, with output cut along the tokens, for an nn.Linear: messages of FP8.
+    """torch's RowwiseParallel with token-sharded output and FP8 messages, for nn.Linear.
 
-    axis          of the tokens
-    activations   "fp8" or "16bit"
+    input_layouts     as in torch
+    axis              index of the token axis
+    activations       "fp8" or "16bit"
+    use_local_output  return a plain tensor instead of a DTensor
     """
 
     def __init__(
@@ -174,13 +197,15 @@ class RowwiseParallel(styles.RowwiseParallel):
         activations: str = "fp8",
         use_local_output: bool = True,
     ) -> None:
+        # torch's style must leave the partial sums alone: `scatter` below reduces them in FP8.
         super().__init__(input_layouts=input_layouts, output_layouts=Partial(), use_local_output=False)
         self.axis, self.activations, self.gives_local = axis, _checked(activations), use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise ConfigError(
-                f"RowwiseParallel: a {type(module).__name__} is no nn.Linear. Take torch's RowwiseParallel for an embedding."
+                f"RowwiseParallel: a {type(module).__name__} is no nn.Linear. Take torch's RowwiseParallel for an embedding.",
+                code="tensor-parallel.not-linear",
             )
         super()._apply(module, device_mesh)
         via = _install(module, device_mesh, self.axis, self.activations)
@@ -195,16 +220,18 @@ class RowwiseParallel(styles.RowwiseParallel):
 
 
 def install(model: nn.Module, activations: str) -> list[SequenceMessages]:
-    """Sets how activations travel in all modules that the styles of this file parallelised; what `distribute(activations=...)` calls.
+    """Set the message format of all modules parallelized by this file's styles.
 
-    Raises ConfigError for "fp8" where no module was: torch's own styles send 16 bits.
+    Called by `distribute(activations=...)`. Raises ConfigError for "fp8" if there is no such
+    module: torch's own styles send 16 bits.
     """
     found = [each for module in model.modules() if (each := messages_of(module)) is not None]
     if not found and _checked(activations) == "fp8":
         raise ConfigError(
             "distribute: activations='fp8', but no module was parallelised by GatherInput or RowwiseParallel of "
             "narrowgauge.distributed.tensor_parallel. Take those in the plan of parallelize_module, or give distribute the "
-            "PipelineStage whose module this is, or take activations='16bit'."
+            "PipelineStage whose module this is, or take activations='16bit'.",
+            code="tensor-parallel.no-module",
         )
     for each in found:
         each.activations = _checked(activations)
@@ -212,14 +239,15 @@ def install(model: nn.Module, activations: str) -> list[SequenceMessages]:
 
 
 def messages_of(module: nn.Module) -> SequenceMessages | None:
-    """How the activations of a module travel; None for one that no style of this file parallelised."""
+    """Return the SequenceMessages of a module; None if no style of this file parallelized it."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def _install(module: nn.Module, mesh: DeviceMesh, axis: int, activations: str) -> SequenceMessages:
     if mesh.ndim != 1:
         raise ConfigError(
-            f"tensor parallelism: the mesh is {mesh}; pass its one axis of tensor parallelism, as mesh['tp']."
+            f"tensor parallelism: the mesh is {mesh}; pass its one axis of tensor parallelism, as mesh['tp'].",
+            code="tensor-parallel.mesh",
         )
     module.__dict__[_ATTRIBUTE] = found = SequenceMessages(module, mesh, axis, activations)
     return found
@@ -228,6 +256,7 @@ def _install(module: nn.Module, mesh: DeviceMesh, axis: int, activations: str) -
 def _checked(activations: str) -> str:
     if activations not in ACTIVATIONS:
         raise ConfigError(
-            f"tensor parallelism: activations is {activations!r}; it must be one of {', '.join(ACTIVATIONS)}."
+            f"tensor parallelism: activations is {activations!r}; it must be one of {', '.join(ACTIVATIONS)}.",
+            code="tensor-parallel.activations",
         )
     return activations

@@ -1,8 +1,10 @@
-"""One decision for all ranks: what one of them runs into, all raise, and none goes on or waits for ever.
+"""Run a function on all ranks so that either every rank succeeds or all raise the same error.
 
-    index = together(lambda: read(folder), group)      on each rank its result; or, on all, the error of the first rank that failed
+    index = together(lambda: read(folder), group)
 
-Only errors travel, as their kind and sentence, with the rank in front: "rank 1: cannot save ...".
+Each rank gets its own result, or all ranks raise the error of the first failed rank. Only an
+error's class name and message are exchanged; the message begins with the rank, "rank 1: cannot save
+...".
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ def rank_and_world(group: Group) -> tuple[int, int]:
 
 
 def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | None = None, what: str = "") -> T:
-    """What `work` returns on this rank, once it has succeeded on all; else the same error on all.
+    """Return work() of this rank once it has succeeded on all ranks; else raise the same error on all.
 
-    compare: of the result, what must be equal on all ranks; `what` it is, for the error.
+    work     function to call
+    group    process group; None: the default group
+    compare  function of the result whose value must be equal on all ranks
+    what     name of that value, for the error message
     """
     rank, world = rank_and_world(group)
     result: Any = None
@@ -37,7 +42,8 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
     cause: BaseException | None = None
     try:
         result = work()
-    except BaseException as error:  # of an interrupt too: the others wait for what this rank says
+    # Interrupts too: the other ranks wait in the all_gather_object below for this rank's report.
+    except BaseException as error:
         cause, failure = error, (type(error).__name__, _sentence(error))
     if world == 1:
         if cause is not None:
@@ -45,6 +51,7 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
         return result
     told: list[Any] = [None] * world
     dist.all_gather_object(told, (failure, compare(result) if compare and failure is None else None), group=group)
+    # An interrupt stays an interrupt on its own rank.
     if cause is not None and not isinstance(cause, Exception):
         raise cause
     for place, (failed, _) in enumerate(told):
@@ -53,18 +60,23 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
     for place, (_, seen) in enumerate(told):
         if seen != told[0][1]:
             raise CheckpointError(
-                f"{what} is another one on rank {place} than on rank 0. Use a file system that all ranks share."
+                f"{what} is another one on rank {place} than on rank 0. Use a file system that all ranks share.",
+                code="checkpoint.unshared-files",
             )
     return result
 
 
 @contextmanager
 def one_sentence(group: Group) -> Iterator[None]:
-    """Turns torch's report of all ranks' failures, a BaseException with tracebacks, into the error of the first of them."""
+    """Convert torch's CheckpointException into the error of the lowest failed rank.
+
+    torch's exception is a BaseException with the tracebacks of all ranks.
+    """
     _, world = rank_and_world(group)
     try:
         with warnings.catch_warnings():
             if not (dist.is_available() and dist.is_initialized()):
+                # torch warns about saving without a process group, which is supported here.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             yield
     except CheckpointException as error:
@@ -79,6 +91,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _named(kind: str, words: str, rank: int) -> NarrowgaugeError:
+    # Only the class name was sent: look up the class, so that callers can catch it.
     return _kinds(NarrowgaugeError).get(kind, CheckpointError)(f"rank {rank}: {words}")
 
 

@@ -1,6 +1,6 @@
-"""How a model was parallelised: which ranks hold a layer, and which read other data. Read from DDP, fully_shard and DTensors.
+"""Detect how a model is parallelized: the ranks of each layer and the data-parallel ranks.
 
-What torch has no public way to ask for is in `torch_private`.
+Reads DDP modules, fully_shard modules and DTensors. Private APIs of torch are in `torch_private`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from narrowgauge.structure import plain_name
 
 @dataclass(frozen=True)
 class Topology:
-    """Of one model on this rank.
+    """Parallelization of one model on this rank.
 
-    ddp          the DistributedDataParallel modules in it
-    fsdp         the modules of `fully_shard`
-    mesh         that of `fully_shard`: [shard] or [replicate, shard]; None without it
-    replicas     process groups of ranks that read other data, the outermost first
+    ddp       its DistributedDataParallel modules
+    fsdp      its modules of `fully_shard`
+    mesh      mesh of `fully_shard`: [shard] or [replicate, shard]; None without FSDP2
+    replicas  process groups of data-parallel ranks, the outermost first
     """
 
     ddp: tuple[DistributedDataParallel, ...]
@@ -45,13 +45,18 @@ class Topology:
 
     @classmethod
     def of(cls, model: nn.Module, replicas: dist.ProcessGroup | None) -> Topology:
-        """replicas: what a loop that reduces gradients by itself says. Raises ConfigError for what cannot be served."""
+        """Return the topology of a model. Raises ConfigError for FSDP1 (FullyShardedDataParallel).
+
+        replicas  data-parallel group of a loop that reduces gradients itself; used if no wrapper
+                  has one
+        """
         ddp = tuple(each for each in model.modules() if isinstance(each, DistributedDataParallel))
         fsdp = tuple(each for each in model.modules() if isinstance(each, FSDPModule))
         if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
             raise ConfigError(
                 "distribute: FullyShardedDataParallel keeps weights as one flat tensor, whose rows no recipe knows. "
-                "Shard the model with torch.distributed.fsdp.fully_shard."
+                "Shard the model with torch.distributed.fsdp.fully_shard.",
+                code="distribute.fsdp1",
             )
         mesh = next((found for each in fsdp if (found := _mesh_of(each)) is not None), None)
         groups: list[dist.ProcessGroup] = []
@@ -65,18 +70,18 @@ class Topology:
 
     @property
     def wrapper(self) -> str:
-        """Whose backward pass waits for the gradients of all ranks; "" for none."""
+        """Name of the wrapper whose backward waits for gradients of all ranks; "" for none."""
         return "fully_shard" if self.fsdp else "DistributedDataParallel" if self.ddp else ""
 
     def device(self, model: nn.Module) -> torch.device | str:
-        """Where messages of the groups are made."""
+        """Return the device for messages of the groups."""
         if self.mesh is not None:
             return self.mesh.device_type
         return next((each.device for each in model.parameters()), torch.device("cpu"))
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(number, count) of this rank among those that read other data."""
+        """(index, count) of this rank among the data-parallel ranks."""
         number, count = 0, 1
         for group in self.replicas:
             size = dist.get_world_size(group)
@@ -84,7 +89,7 @@ class Topology:
         return number, count
 
     def groups_of(self, layer: QLinear) -> tuple[dist.ProcessGroup, ...]:
-        """Those in which the state of a layer is agreed on: of all ranks that hold a part or a copy of it."""
+        """Return the groups that synchronize a layer's state: all ranks with a shard or copy."""
         groups = list(self.replicas)
         for parameter in layer.parameters():
             if isinstance(parameter, DTensor):
@@ -93,23 +98,35 @@ class Topology:
         return tuple(group for group in groups if dist.get_world_size(group) > 1)
 
     def shard_of(self, layer: QLinear) -> dict[str, str]:
-        """Role -> what tells this rank's part of the tensor from others', where tensor parallelism cuts it (`ops.random.Stream`)."""
+        """Return {role: label} of this rank's part of the tensors that tensor parallelism splits.
+
+        Used by `ops.random.Stream`, so that shards draw different random numbers.
+        """
         weight, found = layer._parameters.get("weight"), dict[str, str]()
         if not isinstance(weight, DTensor):
             return found
         gathers = [dist.get_process_group_ranks(group) for group in self.replicas]
         for dim, placement in enumerate(weight.placements):
+            # Shards of data parallelism are gathered before use, so all its ranks read the same
+            # tensor. Groups are compared by ranks and not as objects: HSDP's shards once drew
+            # different noise.
             if not placement.is_shard() or dist.get_process_group_ranks(weight.device_mesh.get_group(dim)) in gathers:
-                continue  # those who gather the weight before they read it
+                continue
+            # Column-wise layers split gy [T, N], row-wise layers split x [T, K].
             other = "gy" if placement.is_shard(0) else "x"
             for role in ("w", other):
                 found[role] = f"{found.get(role, '')}{dim}:{weight.device_mesh.get_local_rank(dim)} "
         return found
 
     def refuse_steps_that_nobody_sums(self, layers: Mapping[QLinear, str]) -> None:
-        """Learned steps that were made after DDP or fully_shard took the parameters: their gradients would differ from rank to rank."""
+        """Raise ConfigError for learned step sizes that DDP or fully_shard does not reduce.
+
+        Parameters added after wrapping, or ignored by the wrapper, would get different gradients on
+        each rank.
+        """
         copied = {id(each) for ddp in self.ddp for each in parameters_of_ddp(ddp)}
-        # Schedules of several stages gather before the first forward pass.
+        # Pipeline schedules gather before the first forward pass: module.parameters() may then hold
+        # the gathered tensors.
         copied |= {id(each) for module in self.fsdp for each in gathered_parameters(module)}
         for layer, name in layers.items():
             for step in layer.steps.parameters() if layer.steps is not None else ():
@@ -124,23 +141,29 @@ class Topology:
                         f"distribute: {wrapper} does not sum the gradients of the learned steps of {plain_name(name)!r}: they are newer "
                         "than it, or were kept from it (ignored_params). Convert the model, then pass all of it to "
                         f"{wrapper}; beside 16-bit weights, which fully_shard does not take together with float32 steps, use "
-                        "DistributedDataParallel."
+                        "DistributedDataParallel.",
+                        code="distribute.learned-steps",
                     )
 
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
-        """DDP writes the buffers of rank 0 into all ranks at each forward pass, which would undo what a rank saw since.
+        """Exclude the layers' buffers, and frozen weights stored as codes, from DDP's broadcasts.
 
-        And once all parameters, of which a frozen weight that is kept as codes has no memory.
+        model   the model, possibly wrapped in DDP later
+        layers  its converted layers
         """
         layers = list(layers)
+        # DDP broadcasts rank 0's buffers before each forward pass, which would overwrite this
+        # rank's amax histories.
         own = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        # DDP's constructor also broadcasts all parameters once; these have no storage.
         own |= {id(layer.weight) for layer in layers if layer.frozen is not None}
 
         def names_in(module: nn.Module) -> list[str]:
             named = [*module.named_buffers(), *module.named_parameters()]
             return [name for name, tensor in named if id(tensor) in own]
 
-        if not self.ddp:  # nor shall one that wraps the model later
+        # A framework may wrap the model in DDP after `distribute`.
+        if not self.ddp:
             leave_out_of_later_ddp(model, names_in(model))
         for each in self.ddp:
             leave_out_of_ddp(each, set(names_in(each.module)))

@@ -1,10 +1,11 @@
-"""The bytes by which a rank's rows of a weight travel, and the casts that they are on the other side.
+"""Encode a rank's rows of a weight for the all-gather, and build casts from gathered bytes.
 
-    encode    rows of w [count, K] -> uint8 [count, width], by rows of w whichever way it was cast
-    fill      uint8 [N, width] of all rows -> the casts that a product reads, made anew at each call
+    encode  rows of w [count, K] -> uint8 [count, width], row-major in w for both casts
+    fill    uint8 [N, width] of all rows -> the casts that a GEMM reads, rebuilt at each call
 
-Of 8-bit formats a byte per weight; of 4-bit formats two codes to a byte, along K. Straight-through a bit beside each code says whether
-it was clipped, which backward needs and the code does not show.
+8-bit formats take a byte per element; 4-bit formats store two codes per byte along K.
+Straight-through recipes add one bit per element that marks unclipped elements, since backward needs
+it and the code does not show it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,27 @@ from narrowgauge.scaling import WHOLE
 def coder_of(
     recipe: Recipe, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]
 ) -> Recast | StraightThrough:
-    """Of a weight with these columns. plan: of its casts. window: its amax state, where scaling is delayed."""
+    """Return the coder of a weight.
+
+    recipe   of the layer
+    plan     its weight's OperandPlan
+    shard    this rank's rows
+    columns  K
+    window   returns the amax state of the weight under delayed scaling, else None
+    """
     if recipe.backward == "straight-through":
         return StraightThrough(plan, shard, columns)
     return Recast(plan, shard, columns, window)
 
 
 class Recast:
-    """Casts of w and of w.T, each from the original."""
+    """Coder of recipes that quantize w and w.T separately, each from the master weight."""
 
     def __init__(self, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]) -> None:
         self.plan, self.columns, self.window = plan, columns, window
         rows, cols = plan.rows, plan.cols
         assert rows is not None and cols is not None
+        # One set of codes serves both GEMMs only if w.T is quantized exactly as w is.
         self.has_two_sets = rows != cols or not rows.is_symmetric or plan.rows_rotate is not None
         self.turned = rotated_length(columns, plan.rows_rotate)
         self.width = max(packed_length(rows, self.turned), packed_length(cols, columns) if self.has_two_sets else 0)
@@ -57,13 +66,18 @@ class Recast:
         return tuple(self.amaxes.values())
 
     def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
-        """uint8 [count, width], by rows of w whichever way it is cast."""
+        """Quantize this rank's rows to uint8 [count, width], row-major in w.
+
+        which    "rows": the cast of w; "cols": the cast of w.T
+        records  scale by the amax history, if scaling is delayed
+        """
         found = self.amaxes[which]
         x, amax = found.aligned(shard), found.own()
         if self.plan.is_delayed:
             amax = self._amax(records)
         elif found.cast.scale.two_level and found.tile[0] != WHOLE:
-            # The largest tile of all sets the number that all tiles share: it comes along, above rows of zeros.
+            # Two-level scaling derives its tensor-wide scale from the largest tile. Append that
+            # amax above rows of zeros, so that a rank's own rows give the same tensor-wide scale.
             assert found.amax is not None
             length = -(-x.shape[0] // found.tile[0]) * found.tile[0]
             x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[0] + found.tile[0]))
@@ -71,12 +85,17 @@ class Recast:
         if which == "rows":
             codes = quantize(x, found.cast, amax=amax).one_to_a_byte()
         else:
+            # Stored row-major in w although w.T is quantized: FSDP shards rows of w.
             codes = quantize(x.T, found.cast, amax=amax.T).one_to_a_byte().T
+        # Drop the rows of zeros that aligned the shard with the tiles.
         codes = codes[found.rows_before : found.rows_before + len(shard)].contiguous()
         return found.cast.format.pack(codes)
 
     def _amax(self, records: bool) -> Tensor:
-        """That of the window, or in evaluation the weight's own, [1, 1]."""
+        """Return the amax for delayed scaling, [1, 1].
+
+        It comes from the amax history if `records`, else from the weight itself (evaluation).
+        """
         own, state = self.amaxes["rows"].amax, self.window()
         assert own is not None and state is not None
         return update_amax(state, own, records=False) if records else own
@@ -96,10 +115,12 @@ class Recast:
             return
         length = self.columns
         codes = cast.format.unpack(data[:, : packed_length(cast, length)].contiguous(), length)
+        # Transpose after the gather, since the bytes arrived row-major in w.
         turned = cast.format.pack(codes.T.contiguous())
         casts.cols = self._tensor(cast, turned, data.shape[0], amax.T.contiguous(), plan.cols_expand)
 
     def _tensor(self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None) -> QTensor:
+        # Every rank derives the scales from the exchanged amaxes: they are not part of the message.
         scale, shared = definition.scales(amax, cast)
         data = data[:, : packed_length(cast, inner)]
         if cast.format.codes_per_byte == 1:
@@ -109,7 +130,7 @@ class Recast:
 
 
 class StraightThrough:
-    """The codes of `output`, two to a byte, and beside them the bits of what was not clipped."""
+    """Coder of straight-through recipes: the output GEMM's codes, and one bit per unclipped element."""
 
     has_two_sets = False
 
@@ -143,6 +164,7 @@ class StraightThrough:
             found = rotate_and_encode(shard, hadamard, signs, scale, format, packed=True, bits=True)
         else:
             found = encode(_turned(self.plan, shard).to(torch.float32), scale, format, packed=True, bits=True)
+        # Codes and bits of one row are adjacent, so each row of the message is self-contained.
         assert found.packed is not None and found.bits is not None
         return torch.cat((found.packed, found.bits), dim=1)
 
@@ -154,10 +176,10 @@ class StraightThrough:
 
 
 def packed_length(cast: Cast, length: int) -> int:
-    """Bytes of so many codes."""
+    """Return the bytes of `length` codes."""
     return -(-length // cast.format.codes_per_byte)
 
 
 def _turned(plan: OperandPlan, x: Tensor) -> Tensor:
-    """x as `output` casts it."""
+    """Return x in the basis in which the output GEMM quantizes it (rotated if the recipe rotates)."""
     return Rotation.draw(plan.rows_rotate, x)(x)

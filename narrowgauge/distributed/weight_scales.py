@@ -1,16 +1,18 @@
-"""The scales of sharded weights: what a rank has to know of the other ranks' rows before it can cast its own, exchanged once per step.
+"""Scales of sharded weights: exchange tile amaxes once per step, so that each rank can quantize.
 
-    w [N, K] lies by rows on S ranks: P = ceil(N / S) each, the last ones fewer or none; K is whole
+    w [N, K] is sharded by rows over S ranks, P = ceil(N / S) each, the last ones fewer or none
 
-A tile of (r, c) rows and columns of w has one largest magnitude. Where r divides P, each tile lies on one rank, and the grids are
-gathered; else a tile may straddle ranks, or be the whole axis, and the grid is their MAX. Whichever it is, every rank then knows every
-scale of every layer, so codes travel alone. One all-gather and at most two all-reduces for all layers of a group.
+Consider tiles of (r, c) rows and columns of w. If r divides P, each tile lies on one rank, and the
+amax grids are gathered. Otherwise a tile may span ranks (or be the whole axis), and the grid is
+their MAX. Either way every rank knows every scale of every layer, and later messages need codes
+alone. Cost: one all-gather and at most two all-reduces for all layers of a group.
 
-Bytes: rules whose scales are powers of two send exponents, one byte; the others amaxes, float32. NaN never travels, a MAX of it is lost
-on some backends: what is not finite is sent as infinity, which gives the same scale, NaN.
+Scale rules with powers of two send exponents, one byte per tile; the others send float32 amaxes.
+Non-finite amaxes are sent as infinity, which gives the same NaN scale: some backends lose NaN in a
+MAX.
 
-A scale by the spread of a tensor sends the sum of squares of each row, float64, added in the order of rows: it does not depend on how
-many ranks there are.
+A scale based on the standard deviation of a tensor sends the float64 sum of squares of each row,
+added in row order. The result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +29,21 @@ from narrowgauge.ops.quantize import row_squares, spread, tile_amax
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import SMALLEST_NORMAL, WHOLE, scale_shape
 
-_NOT_FINITE = 255  # the exponent of NaN; 0 says that a tile has no numbers but zeros
+# Exponent byte that means NaN; 0 means that all elements of the tile are zero.
+_NOT_FINITE = 255
 _MANTISSA = 23
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a weight this rank has. See the module."""
+    """The rows of a weight on this rank.
+
+    whole         N, rows of the full weight
+    world         S, number of ranks
+    rank          of this process
+    padded        P, rows per rank with padding
+    first, count  this rank's first row and number of rows
+    """
 
     whole: int
     world: int
@@ -53,21 +63,29 @@ class Rows:
 
 
 class Statistic(Protocol):
-    """What one exchange says of one weight. gathers: whether the ranks' parts lie one after the other; else their MAX is taken."""
+    """A statistic of one weight, computed from all ranks' rows.
+
+    gathers  True: concatenate the ranks' parts; False: take their MAX
+    """
 
     gathers: bool
 
     def part(self, shard: Tensor) -> Tensor:
-        """Of this rank, the same shape on all ranks."""
+        """Return this rank's part, of the same shape on all ranks."""
 
     def take(self, found: Tensor) -> None:
-        """found: the parts of all ranks [S, ...], or their MAX."""
+        """Set the statistic from the gathered parts [S, ...], or from their MAX."""
 
 
 class TileAmaxes:
-    """The largest magnitudes of the tiles of w, turned if it is cast turned. tile: (rows, columns) of w.
+    """Amax of each tile of w.
 
-    amax  [ceil(N / r), ceil(K / c)] float32; of a power-of-two rule numbers that give the same scales
+    rows  this rank's rows
+    cast  of the weight
+    tile  (r, c) rows and columns of w
+    turn  rotates a tensor as the cast does
+    amax  [ceil(N / r), ceil(K / c)] float32, set by `take`; for power-of-two rules, values that
+          give the same scales
     """
 
     amax: Tensor | None = None
@@ -82,6 +100,7 @@ class TileAmaxes:
         if self.rows.count:
             own = tile_amax(self.aligned(shard), self.tile)
             first = 0 if self.gathers else self.first_tile
+            # Infinity survives a MAX on every backend, NaN does not.
             found[first : first + len(own)] = torch.where(own.isfinite(), own, float("inf"))
         return self._exponents(found) if self.cast.scale.power_of_two else found
 
@@ -98,16 +117,16 @@ class TileAmaxes:
 
     @property
     def rows_before(self) -> int:
-        """Rows of other ranks in the tile of this rank's first row."""
+        """Number of rows of other ranks in the tile of this rank's first row."""
         return 0 if self.tile[0] == WHOLE else self.rows.first % self.tile[0]
 
     def aligned(self, shard: Tensor) -> Tensor:
-        """The shard, turned, with rows of zeros before it so that it begins where a tile does."""
+        """Return the rotated shard, padded with zero rows on top so that it starts at a tile boundary."""
         turned = self.turn(shard)
         return torch.nn.functional.pad(turned, (0, 0, self.rows_before, 0)) if self.rows_before else turned
 
     def own(self) -> Tensor:
-        """The tiles that `aligned` has."""
+        """Return the amaxes of the tiles that `aligned` covers."""
         assert self.amax is not None
         if self.tile[0] == WHOLE:
             return self.amax
@@ -121,14 +140,15 @@ class TileAmaxes:
         return torch.where(amax.isfinite(), found, _NOT_FINITE).to(torch.uint8)
 
     def _amaxes(self, exponents: Tensor) -> Tensor:
-        """Numbers of which the rule makes these scales."""
+        """Return amaxes for which the scale rule gives 2 ** (exponent - 127)."""
         scale = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
+        # float64: the product may exceed the largest float32 before it is clamped.
         amax = (scale.to(torch.float64) * self.cast.format.max).clamp(max=torch.finfo(torch.float32).max)
         return torch.where(exponents == _NOT_FINITE, float("inf"), amax.to(torch.float32))
 
 
 class Spread:
-    """The root mean square of w: `rms`, 0-d float32."""
+    """Root mean square of w: `rms`, 0-d float32, set by `take`."""
 
     gathers = True
     rms: Tensor | None = None
@@ -137,6 +157,7 @@ class Spread:
         self.rows, self._columns = rows, 0
 
     def part(self, shard: Tensor) -> Tensor:
+        # float64 sums of squares per row: adding rows in order is then independent of the sharding.
         found = torch.zeros(self.rows.padded, dtype=torch.float64, device=shard.device)
         if self.rows.count:
             found[: self.rows.count] = row_squares(shard)
@@ -151,10 +172,16 @@ class Spread:
 def exchange(
     found: Iterable[tuple[Statistic, Tensor]], group: dist.ProcessGroup, count: Callable[[str, Tensor], None]
 ) -> None:
-    """Of all weights that are sharded in this group: (statistic, this rank's rows)."""
+    """Compute the statistics of all weights sharded over one group.
+
+    found  (statistic, this rank's rows) of each weight
+    group  the ranks that share the weights
+    count  count(kind, tensor), called for each message
+    """
     parts = [(statistic, statistic.part(shard)) for statistic, shard in found]
     gathered = [(statistic, part) for statistic, part in parts if statistic.gathers]
-    gathered.sort(key=lambda each: -each[1].element_size())  # so that views of bytes are aligned
+    # Larger dtypes first, so that views of the byte buffer are aligned.
+    gathered.sort(key=lambda each: -each[1].element_size())
     if gathered:
         bytes_of = [part.contiguous().view(-1).view(torch.uint8) for _, part in gathered]
         whole = gather(torch.cat(bytes_of), group)
@@ -174,10 +201,10 @@ def exchange(
 
 
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Bytes [...] of each rank -> [S, ...]."""
+    """Gather the bytes [...] of each rank into [S, ...]."""
     world = dist.get_world_size(group)
     found = own.new_empty((world * own.numel(),))
-    # torch 2.13 has a new name for it, and warns of the old one
+    # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(found, own.contiguous().view(-1), group=group)
     return found.view(world, *own.shape)

@@ -1,23 +1,32 @@
-"""Weights of `fully_shard` travel as codes: a rank casts its rows of the sharded master, and sends what the products read.
+"""All-gather weights of `fully_shard` as quantized codes instead of 16-bit values.
 
-    before a gather     codes of this rank's rows -> bytes            by the scales of the whole weight (weight_scales)
-    after it            the bytes of all rows are the layer's casts   QLinear.gathered
-    after resharding    FSDP frees the bytes, and nothing else was kept
+    before the all-gather  quantize this rank's rows with the full weight's scales (weight_scales)
+    after the all-gather   the bytes of all rows become the layer's casts (QLinear.gathered)
+    after resharding       FSDP frees the bytes; nothing else was allocated
 
-The parameter that FSDP makes is a carrier: it has a shape and takes the gradient, and reading it gives NaN. What is sent is cast from
-the sharded parameter as it is, in float32 usually, whatever `mp_policy.param_dtype` says of the others.
+The parameter that FSDP creates has a shape and accumulates the gradient, but has no storage and
+reads as NaN. Codes are quantized from the sharded parameter itself, usually float32, whatever
+`mp_policy.param_dtype` says about the other parameters.
 
-Bytes per weight and gather: 1; of 4-bit formats 1/2, of those with backward="straight-through" 5/8, one bit more for what was clipped.
-Where the two products of a weight read different codes (per row, 1x32), those of `output` are sent before the forward pass and those of
-`grad_input` before the backward one. Whoever needs others than those at hand (a forward pass repeated by checkpointing, a module
-that is not resharded after forward) gathers them then, for that product alone.
+    bytes per weight and all-gather
+    1    8-bit formats
+    1/2  4-bit formats
+    5/8  4-bit formats with backward="straight-through": one more bit marks unclipped elements
 
-Left to FSDP's own gather, each with its reason (`travels`): casts that round stochastically or turn the sharded axis, which need the
-original rows beside each other; learned steps, whose gradient needs rounding errors; products in 16 bits; weights sharded along columns,
-shared by two modules, or offloaded to the CPU.
+The two GEMMs of a weight may read different codes (one scale per row, 1 x 32 tiles). Then the codes
+of `output` are gathered before forward, and the codes of `grad_input` before backward. A GEMM that
+finds the other set gathers its own. This happens in a forward pass recomputed by checkpointing, and
+if the module is not resharded after forward.
 
-torch (checked on 2.13) takes the hooks as attributes of the local tensor; that, and the policy, is
-private and used here alone. One argument for the first hook is its older form, in which inputs may have any shape.
+FSDP gathers the following unquantized; `WeightGathers.travels` reports the reason:
+
+- casts with stochastic rounding, or a rotation along the sharded axis: they need all master rows
+- learned step sizes: their gradient needs the rounding errors
+- GEMMs in 16 bits
+- weights sharded along columns, shared by two modules, or offloaded to the CPU
+
+torch (checked on 2.13) takes the hooks as attributes of the local tensor. That and
+`_use_post_forward_mesh` are private APIs used in this file alone.
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of Dynamo
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.addresses import is_compiling, validity
@@ -51,7 +60,12 @@ _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 class Travel(NamedTuple):
-    """How the weight of a layer travels. bytes: of the whole weight, in one gather; why_not_narrower: or ''."""
+    """Message format of a layer's weight.
+
+    format            codes or dtype, in words
+    bytes             of the full weight in one all-gather
+    why_not_narrower  reason for a 16-bit message, or ""
+    """
 
     format: str
     bytes: int
@@ -64,7 +78,12 @@ class Travel(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Gathered bytes [S * P, width], what they are of ("rows" or "cols"; "": out of date), and whether a window's scale made them."""
+    """Gathered bytes of a weight.
+
+    data     uint8 [S * P, width]
+    which    "rows", "cols", or "" if the bytes are out of date
+    records  quantized by the amax history's scale (training)
+    """
 
     data: Tensor
     which: str
@@ -72,7 +91,22 @@ class Held(NamedTuple):
 
 
 class GatheredWeight:
-    """The weight of one layer, [N, K] by rows on the ranks of `group`. See the module."""
+    """A sharded weight whose codes are gathered; a source of casts for its layer.
+
+    layer, name   the layer, and its name in the whole model
+    parameter     the sharded DTensor, [N, K]; replaced by `shard` when the layer has a new one
+    group, rows   ranks that shard the rows, and this rank's rows
+    coder         encodes rows, and decodes gathered bytes (weight_codes)
+    held          bytes of the latest gather by FSDP
+    number        index for the operator in compiled graphs (codes_in_graphs)
+    was_gathered  codes have been sent, so FSDP's buffers have their size
+    is_fresh      no write to the weight was reported since the last exchange of scales
+    exchanged     state of the weight at the last exchange (see `_state`)
+    exchanges     number of exchanges
+    seen          fingerprint of the shard at the last exchange; on a GPU a sample, every
+                  CHECK_EVERY exchanges
+    suspects      pending comparisons of such samples, read back without waiting
+    """
 
     is_gathered, recasts = True, False
 
@@ -87,31 +121,32 @@ class GatheredWeight:
         self.held: Held | None = None
         self.number = codes_in_graphs.numbered(self)
         self.was_gathered = False
-        self.is_fresh = False  # nobody has said since the last exchange that the weight may be another
-        self.exchanged: Any = ()  # the weight's state at the last exchange
+        self.is_fresh = False
+        self.exchanged: Any = ()
         self.exchanges = 0
-        self.seen: Fingerprint | None = (
-            None  # the bytes of the shard at the last exchange; on a GPU a sample, at every eighth
-        )
-        self.suspects: tuple[Readback, ...] = ()  # whether that sample has changed
+        self.seen: Fingerprint | None = None
+        self.suspects: tuple[Readback, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Pickled, ()  # with the tensor whose hooks are its methods
+        # The methods of this object are attributes of the local tensor and are pickled with it.
+        return _Pickled, ()
 
     # --- the shard
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, [count, K]."""
+        """This rank's rows [count, K], of the layer's current parameter."""
         own = self.layer._parameters.get("weight")
         if isinstance(own, DTensor) and own is not self.parameter and own.placements == self.placements:
-            self.parameter = own  # loading with assign=True, or model.to, made another
+            # load_state_dict(assign=True) and model.to create another parameter.
+            self.parameter = own
         local: Tensor = local_tensor(self.parameter)
         return local.detach()
 
     def attach(self) -> None:
-        """(Again) to the local tensor, which torch replaces now and then."""
-        self.shard  # noqa: B018  finds the parameter
+        """Set FSDP's hooks on the local tensor; repeated, since torch replaces that tensor at times."""
+        # Reading the property updates self.parameter.
+        self.shard  # noqa: B018
         local: Any = local_tensor(self.parameter)
         for hook in _HOOKS:
             setattr(local, hook, getattr(self, hook))
@@ -121,12 +156,14 @@ class GatheredWeight:
         for hook in _HOOKS:
             vars(local).pop(hook, None)
 
+    # The one-argument form of this hook is its older one, in which inputs may have any shape.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[str, bool]]:
-        """Called by FSDP: what this rank sends."""
+        """Return the codes that this rank sends. Called by FSDP."""
         if not isinstance(self.layer, QLinear):
             raise ConfigError(
                 f"{self.name}: it was distributed with weights as codes and is no QLinear any more. Build the model anew, shard it and "
-                "call narrowgauge.distribute again."
+                "call narrowgauge.distribute again.",
+                code="weight-codes.not-converted",
             )
         backward = in_backward()
         which = "cols" if backward and self.coder.has_two_sets else "rows"
@@ -136,36 +173,44 @@ class GatheredWeight:
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[str, bool], param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Called by FSDP: what all ranks sent."""
+        """Store the codes of all ranks, and return the parameter's tensor. Called by FSDP."""
         self.held, self.was_gathered = Held(outputs[0].view(-1, self.coder.width), *metadata), True
         self._count(outputs[0])
         if out is not None:
             return None
-        # torch looks at the carrier once as a tensor with memory; `release` gives that back.
+        # torch reads the storage of this tensor once, so it is allocated here and freed by
+        # `release`.
         return torch.empty(self.rows.whole, self.columns, dtype=param_dtype, device=outputs[0].device), ()
 
     def release(self, weight: Tensor) -> None:
-        """The parameter of this forward pass reads as NaN, and has no memory."""
+        """Free the storage of this forward pass's parameter; it reads as NaN from then on."""
         local = local_tensor(weight) if isinstance(weight, DTensor) else weight
         if local.shape == (self.rows.whole, self.columns) and any(local.stride()):
             local.data = torch.full((1, 1), float("nan"), dtype=local.dtype, device=local.device).expand(local.shape)
 
     def _own_codes(self, which: str, records: bool) -> Tensor:
+        """Return this rank's codes, padded to uint8 [P, width]."""
         shard = self.shard
         self._refuse_writes()
         codes = self.coder.encode(shard, which, records) if self.rows.count else shard.new_empty(0, dtype=torch.uint8)
+        # Equal sizes on all ranks, as an all-gather requires: the last ranks may have fewer rows or
+        # none.
         sent = torch.zeros(self.rows.padded, self.coder.width, dtype=torch.uint8, device=shard.device)
         if self.rows.count:
             sent[: self.rows.count, : codes.shape[1]] = codes
         return sent
 
     def forget(self) -> None:
-        """Codes at hand may be of another scale, or of other weights, than those to come. Every rank does it."""
+        """Mark gathered codes as out of date; called on every rank.
+
+        The next scales or weights may differ from the present ones.
+        """
         self.is_fresh = False
         if self.held is not None:
             self.held = self.held._replace(which="")
 
     def exchange_ended(self) -> None:
+        """Record the state of the weight whose scales were just exchanged."""
         self.is_fresh, self.exchanged = True, self._state()
         seen, shard = self.seen, self.shard
         if seen is not None and seen.changed is not None:
@@ -173,15 +218,17 @@ class GatheredWeight:
         is_compared = shard.device.type == "cpu" or self.exchanges % CHECK_EVERY == 0
         self.seen = fingerprint(shard) if is_compared and self.rows.count else None
         self.exchanges += 1
+        # Readbacks are polled and never waited for: this runs in every step.
         here = [each for each in self.suspects if each.is_here]
         self.suspects = tuple(each for each in self.suspects if each not in here)
         if any(each.value for each in here):
             self._refuse()
 
     def _refuse_writes(self) -> None:
-        """Raises ConfigError if the weight was written since its scales were exchanged, also through `.data`.
+        """Raise ConfigError if the weight was written after its scales were exchanged.
 
-        On a GPU `.data` is not compared here, since that would wait for the device: `exchange_ended` raises in a later step.
+        Writes through `.data` are detected too. On a GPU that check would wait for the device, so
+        `exchange_ended` raises in a later step.
         """
         if self.exchanged != self._state() or (self.seen is not None and not self.seen.is_same()):
             self._refuse()
@@ -191,12 +238,15 @@ class GatheredWeight:
             f"{self.name}: the weight was written since its scales were exchanged, or no forward pass of the whole model has exchanged "
             "them. Ranks exchange them in the first forward pass of a step: call the model that distribute was given (what "
             "torch.compile returned, if the whole model is compiled), and end the step with narrowgauge.advance(model) after "
-            "weights are written."
+            "weights are written.",
+            code="weight-codes.stale-scales",
         )
 
     def _state(self) -> Any:
-        """Differs from an earlier one if the weight was written or replaced. An operator on a DTensor raises its version alone."""
+        """Return a value that changes when the weight is written or replaced."""
         shard = self.shard
+        # An operator on a DTensor raises the DTensor's version only, not its local tensor's:
+        # compare both.
         return None if self.parameter.is_inference() else self.parameter._version, validity(shard)
 
     def _count(self, sent: Tensor) -> None:
@@ -206,8 +256,9 @@ class GatheredWeight:
     # --- the layer's source of casts
 
     def lookup(self, operand: Operand) -> Casts | None:
-        """What the product of this pass reads; nothing is kept."""
-        if not self.serves(operand.context.plan.recipe):  # changed since: the original is gathered for it
+        """Return the casts for the GEMM of this pass; nothing is cached."""
+        # The layer's recipe was changed after `distribute`: gather the master weight for it.
+        if not self.serves(operand.context.plan.recipe):
             operand.tensor = self._original(operand.tensor)
             return None
         casts = Casts(amax=operand.casts.amax)
@@ -216,6 +267,7 @@ class GatheredWeight:
             return casts
         which = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
         records = operand.context.records
+        # While tracing, `held` must enter the graph as an input, not as a constant.
         if is_compiling():
             data = codes_in_graphs.read(self, which, records, operand.after)
         else:
@@ -228,17 +280,19 @@ class GatheredWeight:
 
     @property
     def joins_graphs(self) -> bool:
-        """Whether compiled code can read the codes; else the layer computes between two graphs."""
+        """True if compiled code can read the codes; otherwise the layer runs between two graphs."""
         return codes_in_graphs.WORKS and self.held is not None
 
     def bytes_of(self, which: str, records: bool) -> Tensor:
-        """[S * P, width]: those at hand, or gathered now."""
+        """Return uint8 [S * P, width]: the held bytes if they fit, or gathered now."""
         held = self.held
         if held is None or not self.is_at_hand(which, records) or _is_freed(held.data):
             found = gather(self._own_codes(which, records), self.group)
             self._count(found)
             return found.view(-1, self.coder.width)
-        if not in_backward():  # which reads the codes of its forward pass
+        # Backward reads the codes of its own forward pass, even if the weight was written in
+        # between.
+        if not in_backward():
             self._refuse_writes()
         return held.data
 
@@ -247,7 +301,10 @@ class GatheredWeight:
         return held is not None and held.which == which and (not self.plan.is_delayed or held.records == records)
 
     def original(self, weight: Tensor) -> Tensor:
-        """[N, K] as it is, for a layer without a recipe; its gradient is that of `weight`."""
+        """Return the unquantized weight [N, K], for a layer without a recipe.
+
+        Its gradient is passed on to `weight`.
+        """
         found: Tensor = _Substitute.apply(weight, self._original(weight))
         return found
 
@@ -261,7 +318,7 @@ class GatheredWeight:
 
 
 class _Substitute(torch.autograd.Function):
-    """The values of one tensor with the gradient of another."""
+    """Return the values of one tensor and pass the gradient to another."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, values: Tensor) -> Tensor:
@@ -273,14 +330,22 @@ class _Substitute(torch.autograd.Function):
 
 
 class WeightGathers:
-    """Those of one model. `gathered`: layer -> its weight as codes; `reasons`: why not, of the others."""
+    """Weights of one model that are gathered as codes.
+
+    gathered  layer -> GatheredWeight
+    reasons   layer -> reason for a 16-bit all-gather, for the other layers
+    count     count(kind, tensor), called for each message
+    """
 
     def __init__(self, gathered: dict[QLinear, GatheredWeight], reasons: dict[nn.Module, str], count: Any) -> None:
         self.gathered, self.reasons, self.count = gathered, reasons, count
 
     @torch.no_grad()
     def before_forward(self, is_first: bool) -> None:
-        """Called before each forward pass of the whole model. is_first: of an optimizer step, or an evaluation."""
+        """Exchange scales if needed; called before each forward pass of the whole model.
+
+        is_first  first forward pass of an optimizer step, or of an evaluation
+        """
         for weight in self.gathered.values():
             weight.attach()
         if is_first or not all(weight.is_fresh for weight in self.gathered.values()):
@@ -288,7 +353,7 @@ class WeightGathers:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """The scales of the weights as they are now; every rank calls it."""
+        """Exchange the scales of the current weights; called by every rank."""
         groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
         for weight in self.gathered.values():
             groups.setdefault(weight.group, []).append(weight)
@@ -299,7 +364,10 @@ class WeightGathers:
             weight.exchange_ended()
 
     def travels(self, layer: QLinear) -> Travel:
-        """How the weight of a layer travels. fully_shard gathers it before forward, and again before backward if it reshards."""
+        """Return the message format of a layer's weight.
+
+        fully_shard gathers it before forward, and again before backward if it reshards.
+        """
         weight = self.gathered.get(layer)
         if weight is None:
             own = layer.weight
@@ -313,9 +381,10 @@ class WeightGathers:
 
 
 def install(model: nn.Module, topology: Topology, agreement: Agreement) -> WeightGathers:
-    """From now on the weights of `model` that fully_shard has sharded travel as codes, where their recipes let them.
+    """Gather weights of `model` as codes wherever fully_shard shards them and the recipe permits.
 
-    Raises ConfigError for a mesh that reshards to fewer ranks than it gathers from.
+    Raises ConfigError for a mesh that reshards to fewer ranks than it gathers from, or if FSDP's
+    buffers already have another size.
     """
     _check_resharding(topology)
     owners: dict[int, list[str]] = {}
@@ -333,42 +402,49 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
             if before is not None and before.was_gathered:
                 raise ConfigError(
                     f"distribute: the weight of {peers.name!r} has travelled as codes, and now {found}. "
-                    "Build the model anew, and distribute it once as it shall be."
+                    "Build the model anew, and distribute it once as it shall be.",
+                    code="weight-codes.changed",
                 )
             layer.gathered = None
             continue
         if before is not None and before.was_gathered and before.coder.width != found.coder.width:
             raise ConfigError(
                 f"distribute: the weight of {peers.name!r} has travelled as {before.coder.width} bytes per row, and recipe "
-                f"{found.recipe.name!r} needs {found.coder.width}. Build the model anew, and distribute it once as it shall be."
+                f"{found.recipe.name!r} needs {found.coder.width}. Build the model anew, and distribute it once as it shall be.",
+                code="weight-codes.other-recipe",
             )
         found.was_gathered, found.agreement = before is not None and before.was_gathered, agreement
         layer.gathered = gathered[layer] = found
         found.attach()
     for module, layers in _by_owner(topology, gathered).items():
+        # After FSDP's pre-hook: compiled code then sees the same strides in every step. Freed
+        # elsewhere, strides differed between the first two steps and all blocks were recompiled.
         agreement.follow(module.register_forward_pre_hook(partial(_release, layers)))
+
     agreement.weights = WeightGathers(gathered, reasons, agreement.count)
     return agreement.weights
 
 
 def leave(agreement: Agreement) -> None:
-    """Weights travel as torch sends them again, for a model that is distributed anew. Raises ConfigError once codes have travelled."""
+    """Return to torch's 16-bit all-gather. Raises ConfigError once codes have been sent."""
     for layer, peers in agreement.layers.items():
         if layer.gathered is None:
             continue
         if layer.gathered.was_gathered:
             raise ConfigError(
                 f"distribute: the weight of {peers.name!r} has travelled as codes, which fully_shard goes on with. "
-                'Take weights="codes", or build the model anew.'
+                'Take weights="codes", or build the model anew.',
+                code="weight-codes.not-codes",
             )
         layer.gathered.detach()
         layer.gathered = None
 
 
 def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, list[QLinear]]:
-    """The module of `fully_shard` that gathers a layer's weight -> such layers."""
+    """Return {module of fully_shard: layers whose weights it gathers}."""
     sharded: Any = topology.fsdp
-    nearest = {each: module for module in sharded for each in module.modules()}  # inner modules come later
+    # Inner modules come later in the order of named_modules and overwrite outer ones.
+    nearest = {each: module for module in sharded for each in module.modules()}
     found: dict[nn.Module, list[QLinear]] = {}
     for layer in layers:
         found.setdefault(nearest[layer], []).append(layer)
@@ -377,14 +453,14 @@ def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, 
 
 @_disable_dynamo
 def _release(layers: list[QLinear], *_: Any) -> None:
-    """A forward pre-hook, after that of FSDP: compiled code finds carriers as they stay."""
+    """Forward pre-hook after FSDP's own: free the storage of the gathered parameters."""
     for layer in layers:
         if layer.gathered is not None:
             layer.gathered.release(layer.weight)
 
 
 def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight | str:
-    """Or why its weight does not travel as codes, a clause. The same on all ranks."""
+    """Return the GatheredWeight of a layer, or the reason against it; the same on all ranks."""
     weight, mesh = layer._parameters.get("weight"), topology.mesh
     if layer.gathered is not None:
         weight = layer.gathered.parameter
@@ -392,9 +468,11 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
         return "fully_shard does not shard it"
     if layer.recipe is None:
         return "it has no recipe"
+
     own = weight.device_mesh
     dim = own.ndim - 1
-    if own.ndim != mesh.ndim:  # another style shards it as well
+    # Tensor parallelism shards the weight too, so its mesh has more axes.
+    if own.ndim != mesh.ndim:
         names = own.mesh_dim_names or ()
         if not mesh.mesh_dim_names or mesh.mesh_dim_names[-1] not in names:
             return "the mesh of fully_shard has no name among those of its weight"
@@ -414,17 +492,19 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
             whole //= own.size(other)
     if reason := _why_not(layer):
         return reason
+
     rows = Rows(whole, dist.get_world_size(group), dist.get_rank(group))
     if local_tensor(weight).shape[0] != rows.count:
         raise ConfigError(
             f"distribute: rank {rows.rank} has {local_tensor(weight).shape[0]} rows of {name!r}, where {rows.count} of {whole} were "
-            "expected. Shard it with fully_shard, along rows."
+            "expected. Shard it with fully_shard, along rows.",
+            code="weight-codes.rows",
         )
     return GatheredWeight(layer, name, weight, group, rows)
 
 
 def _why_not(layer: QLinear) -> str:
-    """What in the recipe needs the original beside the codes, a clause, or ''."""
+    """Return the property of the recipe that needs the master weight besides the codes, or ""."""
     recipe = layer.recipe
     assert recipe is not None
     rows, cols = recipe.roles()["w"]
@@ -453,7 +533,8 @@ def _check_resharding(topology: Topology) -> None:
         if getattr(parameter_group(module), "_use_post_forward_mesh", False):
             raise ConfigError(
                 "distribute: fully_shard was given a number for reshard_after_forward, for which torch has no hooks. Give it True or "
-                'False, or distribute with weights="16bit".'
+                'False, or distribute with weights="16bit".',
+                code="weight-codes.reshard",
             )
 
 
@@ -462,12 +543,13 @@ def _is_freed(data: Tensor) -> bool:
 
 
 class _Pickled:
-    """What became of the hooks of a tensor that was saved as it stands."""
+    """Hooks of a pickled parameter; they raise, since the GatheredWeight was not saved."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise ConfigError(
             "This parameter was pickled while its weight travelled as codes. Save model.state_dict() instead, or call "
-            'narrowgauge.distribute(model, weights="codes") again.'
+            'narrowgauge.distribute(model, weights="codes") again.',
+            code="weight-codes.pickled",
         )
 
     fsdp_post_all_gather = fsdp_pre_all_gather

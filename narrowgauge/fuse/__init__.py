@@ -1,22 +1,25 @@
-"""fuse: norms and activations hand the Linears that read them their input already cast. `convert(model, recipe, fuse=True)`.
+"""Fuse norms and activations with the quantization of their output: `convert(..., fuse=True)`.
 
-    before   norm writes y; q, k and v find in `nn.caches` that they read one tensor, and the first casts it
-    after    the kernel that computes y casts it in the same pass, and hands the codes over with y
+    unfused  the norm writes y; the first of q, k and v quantizes it, the others reuse the cast
+    fused    the kernel that computes y also quantizes it and returns the codes along with y
 
-What is fused, found by structure in the blocks of transformers (patterns.py):
+Fused functions, found by the module names and structure of transformers' blocks (patterns.py):
 
-    RMSNorm, LayerNorm         before q, k, v, before gate and up, before the first Linear of an MLP
-    silu(gate) * up            before down; its backward pass hands gate and up their gradients, cast
-    GELU, and GELU by tanh     before the second Linear of an MLP; its backward pass hands the first one its gradient, cast
-    rotary embedding           queries and keys of an attention in one kernel, forward and backward; casts nothing
+    RMSNorm, LayerNorm  before q, k, v; before gate and up; before the first Linear of an MLP
+    silu(gate) * up     before down; its backward returns quantized gradients of gate and up
+    GELU, tanh GELU     before an MLP's second Linear; backward: quantized gradient of the first
+    rotary embedding    queries and keys in one kernel, forward and backward; nothing is quantized
 
-Nothing is taken on a name alone: a module is fused only if it computes, on random numbers, what the kernel computes. A layer takes
-what is handed over only if it reads that very tensor and its recipe asks for that very cast (`nn.caches`); else it casts for itself, as
-ever. So fusing changes no number but those of the functions themselves, which a kernel rounds once where PyTorch rounds between
-operations; where no kernel runs (on the CPU, under torch.compile, by a recipe that rotates) the module's own code does, and the
-numbers are to the bit those without.
+A name is only a hint. A module is fused only if it computes the kernel's function on random inputs
+(probe.py). A Linear uses the codes only if it reads exactly that tensor and its recipe requires
+exactly that cast (`nn.caches`). Otherwise it quantizes its input itself.
 
-With delayed scaling the window of the first reader is the window of all: they see the same tensor.
+Fusing therefore changes only the rounding of the fused functions: a kernel rounds once where
+PyTorch rounds between operations. Without a kernel (on the CPU, under torch.compile, for recipes
+with rotations) the module's own code runs, bit-identical to the unfused model.
+
+Under delayed scaling all readers of one tensor get the first reader's amax history, since they read
+the same values.
 """
 
 from __future__ import annotations
@@ -42,49 +45,60 @@ __all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 
 
 def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
-    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew.
+    """Replace forwards by fused functions where the model's structure and recipes permit, in place.
 
-    save  what they keep for backward: "exact", or "fp8" or "int8" with gradients that are near (keeping.py); where no kernel computes,
-          the definition in plain torch does. None: "exact" where a kernel computes, and elsewhere the module's own code
+    save  form of the tensors saved for backward (keeping.py): "exact", or "fp8" or "int8" with
+          approximate gradients; without a kernel, the plain torch definition runs. None: "exact"
+          with a kernel, and the module's own code elsewhere
+
+    Earlier fusions are replaced. Returns the same as `fusions`.
     """
     if save not in (None, *get_args(Save)):
         names = ", ".join(map(repr, get_args(Save)))
-        raise ConfigError(f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.")
+        raise ConfigError(
+            f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.", code="fuse.save"
+        )
     unfuse(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     holders = Counter(child for module in model.modules() for child in module.children())
     refused: dict[str, str] = {}
     for place in places(model):
-        # On the CPU and with numbers, whatever the default device is, or a mode that makes tensors fake.
+        # The probe needs real data on the CPU, even under another default device or FakeTensorMode.
         with torch.device("cpu"), _disable_current_modes():
             found = _fused(place, modules, holders, save)
         if isinstance(found, str):
             refused[place.name] = found
         else:
+            # On the instance: class, state dict and parameter names stay unchanged.
             modules[place.name].__dict__["forward"] = found
     model.__dict__["_not_fused"] = refused
     return fusions(model)
 
 
 def unfuse(model: nn.Module) -> None:
-    """Gives every module its own forward back."""
+    """Restore every module's own forward."""
     for module in model.modules():
         fused = module.__dict__.get("forward")
         if isinstance(fused, FusedForward):
             del module.__dict__["forward"]
+            # The module computed in float32 before it was fused.
             if fused.kept is not None:
                 module.__dict__["forward"] = fused.kept
     model.__dict__.pop("_not_fused", None)
 
 
 def fusions(model: nn.Module) -> list[Fusion]:
-    """What `fuse` did, and what the recipes make of it now; empty for a model that was not fused."""
+    """Return the state of each place that `fuse` looked at; [] for a model that was not fused.
+
+    Backends are chosen for the present recipes, which may have changed since.
+    """
     if "_not_fused" not in model.__dict__:
         return []
     found = []
     for place in places(model):
         forward = model.get_submodule(place.name).__dict__.get("forward")
         if isinstance(forward, FusedForward):
+            # Computed at each call: the recipes may have changed since `fuse`.
             found.append(forward.fusion(place.name, place.readers))
         else:
             reason = model.__dict__["_not_fused"].get(place.name, "it came after the model was fused")
@@ -95,7 +109,10 @@ def fusions(model: nn.Module) -> list[Fusion]:
 def _fused(
     place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Module], save: Save | None
 ) -> FusedForward | str:
-    """What stands in for a module's forward, or why nothing does. holders: by how many modules each is held."""
+    """Return the replacement for a module's forward, or the reason against it.
+
+    holders  module -> number of modules that contain it
+    """
     module = modules[place.name]
     if place.form != "rotary" and not place.readers:
         return "no Linear is found that reads it"
@@ -109,6 +126,7 @@ def _fused(
         assert function is not None
         return refuse_rotary(function) or FusedAttention(module, function, save=save)
     shared = [name for name in (place.name, *place.readers, *place.sources) if holders[modules[name]] > 1]
+    # A shared module has several callers, so its output would have readers that were not checked.
     if shared:
         return f"several modules share {shared[0]}"
     readers, sources = (tuple(modules[name] for name in names) for names in (place.readers, place.sources))
@@ -121,7 +139,8 @@ def _fused(
             return found
         kind = replace(found, wide=kept is not None)
         return FusedModule(module, kind, readers, sources, save=save, kept=kept)
-    if len({each.weight.dtype for each in (*readers, *sources)}) > 1:  # T5 converts what its wider last one reads
+    # T5 converts the input of its float32 output Linear.
+    if len({each.weight.dtype for each in (*readers, *sources)}) > 1:
         return "its Linears have weights of several types"
     names = [name.rpartition(".")[2] for name in (*place.sources, *place.readers)]
     found = gated(module, *names)

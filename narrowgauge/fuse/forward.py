@@ -1,4 +1,4 @@
-"""What stands in for the `forward` of a module, and what became of it in words."""
+"""Replacement for a module's `forward`, and the report about it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ OWN = "own code"
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """A function of a model that Linears read, or a rotary embedding: what became of it, in words.
+    """Report about one fusable function of a model.
 
-    readers    the Linears that read it; of a rotary embedding none
-    function   "rms-norm", "swiglu", "rotary", ...; '' where it is none of them
-    backend    which kernel computes and casts it, and why no other; '' where it is not fused
-    kept       what is kept for its backward pass, in words; '' where the own code decides
-    reason     why it is not fused, '' if it is
-    unread     casts handed over that no layer took, as a share of all; None before the first
+    name      of the module
+    readers   the Linears that read its output; () for a rotary embedding
+    function  "rms-norm", "swiglu", "rotary", ...; "" if not recognized
+    backend   kernel that computes and quantizes it, with the reasons against faster ones; "" if not
+              fused
+    kept      tensors saved for backward, in words; "" if the module's own code runs
+    reason    why it is not fused; "" if it is
+    unread    share of the produced casts that no layer used; None before the first
     """
 
     name: str
@@ -46,10 +48,15 @@ class Fusion:
 
 @dataclass(eq=False)
 class FusedForward:
-    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes.
+    """Callable in place of the `forward` of `module`.
 
-    save    what is kept for backward (keeping.py); None: "exact" where a kernel computes, and elsewhere what the own code keeps
-    kept    what stood there, of a module that computes in float32: that is its own code then
+    The module's own code runs under torch.compile, and if no kernel is available.
+
+    module  the module whose forward is replaced
+    save    form of the tensors saved for backward (keeping.py); None: "exact" with a kernel, else
+            as in the module's own code
+    kept    the replaced Float32Forward of a module that computes in float32; it then counts as the
+            module's own code
     """
 
     module: nn.Module
@@ -58,22 +65,28 @@ class FusedForward:
     _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
 
     def own(self, *given: Any, **options: Any) -> Any:
-        """What the module's own code computes."""
+        """Run the module's own forward."""
         if self.kept is not None:
             return self.kept(*given, **options)
+        # The class's forward: the instance attribute is this object.
         forward: Any = type(self.module).forward
         return forward(self.module, *given, **options)
 
     def kernel(self, registry: Registry[Spec], spec: Spec) -> Kernel[Spec] | None:
-        """The kernel that computes; None: the module's own code does, which the definition would only repeat, unless `save` asks for it."""
+        """Return the kernel for `spec`, cached; None if the module's own code should run.
+
+        The plain torch definition counts as a kernel only if `save` is set: else it would merely
+        repeat the module's own code.
+        """
         key = registry.op, spec
         if key not in self._kernels:
+            # Cached: `choose` evaluates the refusals of every kernel, too slow for each call.
             found = registry.choose(spec).kernel
             self._kernels[key] = None if found.by_torch and self.save is None else found
         return self._kernels[key]
 
     def backend_words(self, registry: Registry[Spec], spec: Spec) -> str:
-        """Which kernel computes, and why no other."""
+        """Describe the chosen kernel, or the reasons why none was chosen."""
         found = registry.choose(spec)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
         if not found.kernel.by_torch:
@@ -81,9 +94,13 @@ class FusedForward:
         return f"{OWN if self.save is None else 'the definition in plain torch'} ({reasons})"
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
-        """What became of the function called `name`, which the `readers` read."""
+        """Return the report about this function.
+
+        name     dotted name of the module
+        readers  dotted names of the Linears that read it
+        """
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the kernels: they belong to this process."""
+        """Drop the cached kernels, which belong to this process."""
         return self.__dict__ | {"_kernels": {}}

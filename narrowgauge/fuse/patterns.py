@@ -1,13 +1,14 @@
-"""Which modules produce what which Linears read, by the names that the blocks of transformers give them.
+"""Find fusable functions and their readers by the module names of transformers' blocks.
 
-    NORMS       a norm before an attention or an MLP, and its Linears that read it: Llama, Qwen, Gemma, GPT-NeoX, ViT, T5
-    GATED       an MLP that multiplies a function of its first Linear by its second one: Llama and its kin, T5
-    ONE_READER  a norm or an activation with one Linear behind it: GPT-2, BERT, GPT-NeoX, ViT, T5
+    NORMS       norm before attention or MLP, read by Linears: Llama, Qwen, Gemma, GPT-NeoX, ViT, T5
+    GATED       MLP with act(first(x)) * second(x): Llama and relatives, T5
+    ONE_READER  norm or activation followed by a single Linear: GPT-2, BERT, GPT-NeoX, ViT, T5
     BERT        output.LayerNorm -> attention.self.{query,key,value} of the next block
-    rotary      each attention whose `forward` calls `apply_rotary_pos_emb`
+    rotary      attention whose `forward` calls `apply_rotary_pos_emb`
 
-A name here only says where to look: what a module computes is tried out (probe.py), and who reads it shows when it is read. Norms that
-are found nowhere here are listed too, as read by nobody: those of queries and keys, those between a sublayer and its residual sum.
+A match is only a candidate. The function is tested numerically (probe.py), and a cast is used only
+by a layer that reads that tensor. Norms that match no pattern are listed without readers, for
+instance norms of queries and keys, or norms between a sublayer and its residual sum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import nn
 from narrowgauge.fuse.rotary import function_of
 from narrowgauge.nn.float32_modules import is_norm
 
-# In a block: a norm, and the modules whose Linears read it; of several norms the first that is there.
+# Per entry: names of the norm, and the modules whose Linears read it. The first norm that exists in
+# the block is taken.
 NORMS = (
     (("input_layernorm", "layernorm_before"), ("self_attn", "attention", "attention.attention")),
     (("pre_feedforward_layernorm", "post_attention_layernorm", "layernorm_after"), ("mlp", "intermediate")),
@@ -29,10 +31,11 @@ NORMS = (
     (("layer_norm",), ("EncDecAttention",)),
     (("layer_norm",), ("DenseReluDense",)),
 )
-# Of an attention or an MLP: Linears that read something else.
+# Linears of an attention or MLP that do not read its input.
 OTHERS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "down_proj", "w2", "dense_4h_to_h", "fc2")
-ENCODER_READERS = ("k", "v")  # of EncDecAttention: they read what the encoder gave
-# In a block: the function, the Linear that reads it, the Linear whose output it reads alone, a dropout between it and its reader.
+# In T5's EncDecAttention: these read the encoder's output.
+ENCODER_READERS = ("k", "v")
+# Per entry: the function, its reader, its source, and a dropout between function and reader.
 ONE_READER = (
     ("ln_1", "attn.c_attn", None, None),
     ("ln_2", "mlp.c_fc", None, None),
@@ -48,12 +51,15 @@ GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi
 
 @dataclass(frozen=True)
 class Place:
-    """A function that is cast where it is computed, and the Linears that read it, by their dotted names.
+    """A candidate for fusion, by dotted module names.
 
-    form      "module": its output is what is read; "gated": an MLP that multiplies a function of gate by up; "rotary": an attention that
-              turns its queries and keys, and nobody's input is cast
-    sources   Linears whose outputs it reads alone, so that its gradients are theirs: gate and up, or the Linear before a GELU
-    between   a dropout between it and its readers, or None
+    name     the module whose forward would be replaced
+    form     "module": its output is read; "gated": an MLP that computes act(gate) * up; "rotary":
+             an attention that rotates queries and keys, without a cast
+    readers  Linears that read the function's output
+    sources  Linears whose outputs only this function reads, so its input gradients are their output
+             gradients: gate and up, or the Linear before a GELU
+    between  a dropout between the function and its readers, or None
     """
 
     name: str
@@ -64,7 +70,7 @@ class Place:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """The places that the model's names suggest, in its order; then norms of which nobody knows who reads them."""
+    """Yield the candidates in the model's order, then the norms that match no pattern."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: set[str] = set()
     for name in modules:
@@ -76,7 +82,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def _places_in(name: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
-    """Those in the module called `name`."""
+    """Yield the candidates directly in the module called `name`."""
     prefix = f"{name}." if name else ""
     for norms, owners in NORMS:
         norm = next((prefix + each for each in norms if prefix + each in modules), None)
@@ -88,6 +94,7 @@ def _places_in(name: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
             sources = (prefix + source,) if source else ()
             yield Place(prefix + function, "module", (prefix + reader,), sources, between and prefix + between)
     stack, _, number = name.rpartition(".")
+    # BERT normalizes after the residual sum, so the readers are in the next block.
     following = f"{stack}.{int(number) + 1}.attention.self" if number.isdecimal() else ""
     if f"{prefix}output.LayerNorm" in modules and f"{following}.query" in modules:
         readers = tuple(f"{following}.{each}" for each in ("query", "key", "value"))
@@ -100,7 +107,7 @@ def _places_in(name: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
 
 
 def _inputs(owner: str, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """The Linears, and what has a weight as they, directly in an attention or an MLP that read what enters it."""
+    """Yield the Linears (or modules with a 2-d weight) of an attention or MLP that read its input."""
     if owner not in modules:
         return
     others = OTHERS + ENCODER_READERS * owner.endswith("EncDecAttention")

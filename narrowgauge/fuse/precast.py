@@ -1,11 +1,11 @@
-"""What stands in for the `forward` of a module whose output Linears read: it computes it, casts it, and hands both over.
+"""Fused forward of a norm or activation: compute it, quantize it, and cache the cast for readers.
 
-On the device of a kernel the whole is one autograd function:
+With a kernel, the function is one autograd function:
 
-    forward    y and the cast that the first reader wants, in one pass; the cast lies in the entry of y (`nn.caches`)
-    backward   the gradients of the inputs and the casts that the Linears want that made these inputs
+    forward   y and the first reader's cast in one pass; the cast is cached for y (`nn.caches`)
+    backward  gradients of the inputs, and their casts for the Linears that produced these inputs
 
-Elsewhere the module's own code computes y, and the cast is what the reader itself would make of it.
+Without a kernel, the module's own code computes y, and the cast is made as the reader would.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from narrowgauge.recipe import LearnedStep, Window
 
 @dataclass(eq=False)
 class FusedModule(FusedForward):
-    """The forward of a norm or an activation.
+    """Fused forward of a norm or an activation.
 
-    kind      the function
-    readers   the layers that read it; the first that casts decides about the cast
-    sources   the layers whose outputs are its inputs, read by nobody else: swiglu's gate and up, gelu's Linear
-    stats     casts handed over, and how often a layer took one
+    kind     the function
+    readers  layers that read its output; the first one that quantizes determines the cast
+    sources  layers whose outputs only this function reads: gate and up of SwiGLU, the Linear of a
+             GELU
+    stats    number of casts produced, and of casts used by layers
     """
 
     kind: Kind
@@ -51,24 +52,33 @@ class FusedModule(FusedForward):
     stats: CacheStats = field(default_factory=CacheStats, init=False)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
+        # Under torch.compile the compiler fuses by itself, and caches of casts are bypassed.
+        # Functional transforms (torch.func) need the module's own differentiable code.
         if len(given) != 1 or options or torch.compiler.is_compiling() or transforms.is_active(*given):
             return self.own(*given, **options)
         return self.forward(given[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the module's own code computes, in eager mode."""
+        """Compute the module's function in eager mode."""
         parameters = [getattr(self.module, name, None) for name in ("weight", "bias")]
         return self.compute((x, *(each for each in parameters if each is not None)), lambda: self.own(x))
 
     def reader(self) -> QLinear | None:
-        """The first layer that casts what it reads; None: nobody does, or an observer needs their inputs."""
+        """Return the first layer that quantizes its input, or None.
+
+        None too if an observer needs the layers' inputs.
+        """
         for layer in self.readers:
             if isinstance(layer, QLinear) and refuse_reader(layer) is None:
                 return layer
         return None
 
     def compute(self, tensors: Sequence[Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
-        """y of the tensors. otherwise: what computes it without a kernel."""
+        """Return y of the tensors.
+
+        tensors    inputs and parameters of the function, the main input first
+        otherwise  computes y without a kernel
+        """
         x, reader = tensors[0], self.reader()
         if reader is None or x.numel() == 0:
             return otherwise()
@@ -76,6 +86,7 @@ class FusedModule(FusedForward):
         keeps = self.keeps(operand)
         wanted = _wanted_cast(operand, keeps)
         request = wanted if isinstance(wanted, CastRequest) else None
+        # Without a cast or a saved form to gain, the module's own code stays.
         if request is not None or self.save is not None:
             kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (request,)))
         if kernel is None:
@@ -88,7 +99,7 @@ class FusedModule(FusedForward):
         return y
 
     def keeps(self, operand: Operand) -> Keeps:
-        """What backward needs that is kept. operand: of the first reader."""
+        """Choose the tensors to save for backward, from the first reader's operand."""
         if not operand.context.grads:
             return "both"
         if self.save in NARROW and self.kind.is_norm and operand.keeps_codes and operand.plan.transposes:
@@ -97,7 +108,11 @@ class FusedModule(FusedForward):
 
     @torch.no_grad()
     def _hand_over(self, y: Tensor, reader: QLinear, operand: Operand) -> None:
-        """Puts the casts of y, made now if there are none, where its readers look; and what the first one's window saw into theirs."""
+        """Cache the casts of y for its readers; quantize y first if no kernel did.
+
+        Readers with the same recipe get the first reader's amax state.
+        """
+        # The cache goes by the tensor itself, so y must be the object that the readers receive.
         inputs = None if reader.shared_inputs is None else reader.shared_inputs.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
@@ -107,13 +122,15 @@ class FusedModule(FusedForward):
         if operand.state is None or not operand.context.records:
             return
         others = [each for each in self.readers if each is not reader and isinstance(each, QLinear)]
+        # Readers with another recipe quantize y themselves and record their own amax.
         alike = [each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
         windows = [each for layer in alike if (each := layer.amax_state("x")) is not None]
         if windows:
+            # One launch for all histories.
             torch._foreach_copy_(windows, [operand.state] * len(windows))
 
     def gradient_requests(self, tensors: Sequence[Given]) -> list[CastRequest | None]:
-        """The casts that the sources want of the gradients, each that a kernel makes beside those before it."""
+        """Return a cast per input gradient for its source layer; None if the kernel cannot add it."""
         wanted: list[CastRequest | None] = []
         for layer in self.sources or (None,) * (1 if self.kind.is_norm else len(tensors)):
             request = _gradient_request(layer)
@@ -122,13 +139,14 @@ class FusedModule(FusedForward):
         return wanted
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
-        """On the first reader's device, for tensors of its weight's dtype."""
+        """Return the report, for the first reader's device and the dtype of its weight."""
         reader = self.reader()
         if reader is None:
             reasons = [refuse_reader(each) for each in self.readers if isinstance(each, QLinear)]
             reason = next((each for each in reasons if each), "no reader was converted")
             return Fusion(name=name, readers=readers, reason=reason)
         weight = reader.weight
+        # The report describes training, also when called under no_grad.
         with torch.enable_grad():
             operand = _operand(reader, weight)
         keeps = self.keeps(operand)
@@ -142,14 +160,16 @@ class FusedModule(FusedForward):
             dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
             backend = self.backend_words(FORWARD, spec)
+
         takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats
+        # Each produced cast can be used once by every reader with the same recipe.
         unread = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * takers))
         kept = "" if backend.startswith(OWN) else self.kept_words(keeps)
         return Fusion(name=name, readers=readers, function=self.kind.name, backend=backend, kept=kept, unread=unread)
 
     def kept_words(self, keeps: Keeps) -> str:
-        """What is kept for backward, in words."""
+        """Describe the tensors saved for backward."""
         again = "; what its readers read is made again" if keeps == "inputs" else ""
         if keeps == "outputs":
             return "keeps the codes that its readers keep"
@@ -162,19 +182,19 @@ class FusedModule(FusedForward):
 
 @dataclass(eq=False)
 class FusedMlp(FusedModule):
-    """The forward of a gated MLP. names: of its Linears, gate, up and down."""
+    """Fused forward of a gated MLP; `names` are its Linears gate, up and down."""
 
     names: tuple[str, ...] = field(kw_only=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As above."""
+        """Run the MLP in eager mode: down(act(gate(x)) * up(x))."""
         gate, up, down = (self.module.get_submodule(name) for name in self.names)
         g, u = gate(x), up(x)
         y: Tensor = down(self.compute((g, u), lambda: self.activated(g) * u))
         return y
 
     def activated(self, g: Tensor) -> Tensor:
-        """By the MLP's own module, whose roundings may be others; by torch's function if it has none."""
+        """Apply the MLP's own activation module (its rounding may differ), or torch's function."""
         own = next(
             (each for name in ("act_fn", "act", "activation_fn") if callable(each := getattr(self.module, name, None))),
             None,
@@ -189,7 +209,7 @@ class _Function(torch.autograd.Function):
         ctx: Any, fused: FusedModule, keeps: Keeps, request: CastRequest | None, kernel: Any, operand: Operand,
         *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
-        """operand: takes what comes out besides y."""
+        """Compute y with the kernel; other results are stored in `operand`."""
         made, statistics = kernel.run(fused.kind, tensors, request)
         value: Tensor = made.value
         casts = operand.casts
@@ -198,9 +218,11 @@ class _Function(torch.autograd.Function):
         kept: Sequence[Given] = tensors
         if fused.save in NARROW and not fused.kind.is_norm:
             kept = [narrow(each, NARROW[fused.save]) for each in tensors]
+
         ctx.form, flat = Form.of(kept), Form.flat(kept, statistics)
         if ctx.again is not None:
             ctx.again.form = ctx.form
+            # Detached: cached tensors must not keep the autograd graph alive.
             casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.again)
         fill(operand, value)
         if keeps == "outputs":
@@ -214,29 +236,33 @@ class _Function(torch.autograd.Function):
     @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         fused: FusedModule = ctx.fused
-        tensors, statistics = ctx.form.read(ctx.saved_tensors)  # read once: torch's checkpointing hands it out once
+        # Read once: under torch's non-reentrant checkpoint saved tensors can be unpacked only once.
+        tensors, statistics = ctx.form.read(ctx.saved_tensors)
         if ctx.again is not None:
             ctx.again.clear()
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
+        # Kernels read raw memory: resolve lazily negated views and zeros without storage first.
         made, of_parameters = kernel.run(fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests)
         for layer, each in zip(fused.sources, made, strict=False):
             if each.plain is not None:
                 shared: Any = layer.shared_inputs
+                # The source's backward finds the cast by this gradient tensor.
                 shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
         return None, None, None, None, None, *(each.value for each in made), *of_parameters
 
 
 def _is_watched(layer: QLinear) -> bool:
-    """Whether an observer needs x itself in backward (`nn.observer.ProductObserver`), which fused producers may not save.
+    """Return True if an observer needs x in backward, which fused functions may not save.
 
-    Other observers are shown what the step computes with. A fused producer that refused them would change the bits of the step.
+    See `nn.observer.ProductObserver`. Other observers see the tensors of the actual step. Refusing
+    those would make an observed step differ from an unobserved one.
     """
     return hasattr(layer.observer, "multiplied") and getattr(layer.observer, "keeps_inputs", True)
 
 
 def refuse_reader(layer: QLinear) -> str | None:
-    """Why a layer does not take what is handed over, or None."""
+    """Return the reason why a layer cannot use a cast made elsewhere, or None."""
     if layer.recipe is None or layer.is_suspended:
         return "computes as an ordinary Linear"
     if layer.recipe.output.lhs is None:
@@ -254,13 +280,13 @@ def refuse_reader(layer: QLinear) -> str | None:
 
 
 def _operand(reader: QLinear, x: Tensor) -> Operand:
-    """What the reader of such an x will ask its sources for; the tensor itself follows."""
+    """Build the Operand by which `reader` looks up casts of an input like x."""
     context, trains = reader.context(x), reader.weight.requires_grad
     return Operand(x, context.plan.x, context, (True, trains), reader.amax_state("x"))
 
 
 def fill(operand: Operand, y: Tensor) -> None:
-    """Makes what is not there yet of the casts of y [T, K] that the reader itself would make of it in forward."""
+    """Add the missing casts of y [T, K] to `operand`, as the reader's own forward would."""
     operand.tensor = y
     if operand.casts.rows is None:
         operand.read()
@@ -270,7 +296,7 @@ def fill(operand: Operand, y: Tensor) -> None:
 
 
 def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
-    """The cast of x that a kernel may make, or why none makes the one that is asked for, whatever the device."""
+    """Return the cast of y for a kernel, or the reason why no kernel on any device can make it."""
     plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes and keeps != "inputs"
     if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
@@ -281,7 +307,7 @@ def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
 
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
-    """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
+    """Return the cast of a layer's output gradient, if one cast serves both of its GEMMs."""
     if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _is_watched(layer):
         return None
     gy = layer.plan(layer.weight.device).gy

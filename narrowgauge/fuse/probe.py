@@ -1,9 +1,12 @@
-"""What a module or a function computes, found out by trying: one of the kinds of `ops.norm_act`, `ops.rotary`, or in words why not.
+"""Determine numerically which known function a module computes (`ops.norm_act`, `ops.rotary`).
 
-It is called on random numbers, in float32 and without gradients, and its result compared with the definition (relative to its size,
-to 1e-5; small inputs among them, so that the constant under the root of a norm shows; a rotary embedding's to the bit). The weights
-of a norm and the Linears of an MLP are taken out meanwhile and replaced by tensors that are known, so a model on meta and a fake one
-are tried too. It is tried as it trains, so that a dropout of its own shows. Generators and modes stay as they were.
+The module runs on random inputs in float32, without gradients, and its result is compared with the
+definition. The tolerance is 1e-5 of the row's maximum; rotary embeddings must be bit-identical.
+Some inputs are small, so that the eps under a norm's root matters. The module is in training mode,
+so that its own dropout shows.
+
+A norm's weights and an MLP's Linears are replaced by known tensors meanwhile. Meta and fake models
+can therefore be probed too. Random generators and training modes are restored.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from narrowgauge.ops import rotary
 from narrowgauge.ops.norm_act import Kind, value
 from narrowgauge.ops.norm_act.spec import Activation, Gated
 
+# Relative to the largest magnitude of a row.
 NEAR = 1e-5
 
 
 def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where tensors are fake, computes with real ones."""
+    """Decorate a function to run on real tensors, even under FakeTensorMode."""
 
     @wraps(function)
     def call(*given: Any) -> Any:
@@ -40,7 +44,10 @@ def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _instead(module: nn.Module, found: dict[str, Any]) -> Iterator[None]:
-    """Attributes of these names, for a while: an instance's own are looked for before its parameters and modules."""
+    """Set instance attributes with the given names, and remove them at the end.
+
+    Python finds them before parameters and submodules, which nn.Module serves by `__getattr__`.
+    """
     module.__dict__.update(found)
     try:
         yield
@@ -51,7 +58,7 @@ def _instead(module: nn.Module, found: dict[str, Any]) -> Iterator[None]:
 
 @_with_numbers
 def kind_of(module: nn.Module) -> Kind | str:
-    """Of a norm or an activation."""
+    """Return the Kind of a norm or an activation, or the reason why it is none."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, nn.Parameter) and weight.ndim == 1:
         return _norm(module, weight)
@@ -70,8 +77,11 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
         return f"a {type(module).__name__} does not say its eps"
     kinds = [Kind(name, eps) for name in (("rms-norm", "gemma-norm") if bias is None else ("layer-norm",))]
     generator = torch.Generator().manual_seed(0)
+    # Rows of size 1e-3 and 1e-2: there the eps under the root changes the result.
     x = torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0], [1e-2]])
+    # A nonzero mean distinguishes LayerNorm from RMSNorm.
     x = x + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True)
+    # Meta and fake weights have no data: probe on the CPU instead.
     device = weight.device if holds_numbers(weight) else "cpu"
     names = ("weight",) if bias is None else ("weight", "bias")
     known = {name: 1 + 0.1 * torch.randn(len(weight), generator=generator) for name in names}
@@ -83,7 +93,10 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
 
 @_with_numbers
 def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
-    """Of an MLP: which function of the first Linear's output times the second one's its third Linear reads."""
+    """Return the Kind of a gated MLP, or the reason why it is none.
+
+    gate, up, down  names of its Linears
+    """
     generator = torch.Generator().manual_seed(0)
     g, u = (4 * torch.randn(3, 33, generator=generator) for _ in range(2))
     instead = {gate: _Answer(lambda x: g), up: _Answer(lambda x: u), down: _Answer(lambda x: x)}
@@ -96,7 +109,7 @@ def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """In the place of a Linear, whose weight T5 asks for its type."""
+    """Stand-in for a Linear. It has a `weight`, since T5 checks the dtype of its Linears' weights."""
 
     answer: Callable[[Tensor], Tensor]
     weight: Tensor | None = None
@@ -107,18 +120,21 @@ class _Answer:
 
 @_with_numbers
 def refuse_rotary(function: Callable[..., Any]) -> str | None:
-    """Why this is another function than `ops.rotary`, or None."""
+    """Return the reason why `function` is not the rotary embedding of `ops.rotary`, or None."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (3, 1))
     cos, sin = (torch.randn(2, 5, 8, generator=generator) for _ in range(2))
     found = _result(function, q, k, cos, sin)
+    # float32 and the same operations: exact equality is required.
     expected = rotary.reference(q, k, cos, sin, (torch.float32, torch.float32), inverse=False)
     same = isinstance(found, tuple) and len(found) == 2 and all(map(torch.equal, found, expected))
     return None if same else f"its {NAME} computes something else"
 
 
 def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -> bool:
+    """Return True if module(x) equals the function `kind` of `tensors`."""
     modes = [(each, each.training) for each in module.modules()]
+    # A dropout inside the module changes its training result, which rules it out.
     module.train()
     found = _result(module.forward, x)
     for each, training in modes:
@@ -132,7 +148,7 @@ def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -
 
 @torch.no_grad()
 def _result(function: Callable[..., Any], x: Tensor, *more: Tensor) -> Any:
-    """What it computes; None where it raises: whatever it wants, it is not this."""
+    """Call the function without gradients; return None if it raises."""
     devices = [x.device] if x.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
         try:

@@ -1,7 +1,8 @@
-"""Rotary embedding inside an attention of transformers: its `forward`, with another function where it names one.
+"""Fused rotary embedding in transformers' attention modules.
 
-The function `apply_rotary_pos_emb` of the module's file is a global name of its `forward`. A copy of `forward` with that one name
-bound to `FusedAttention.embed` is what the fused module runs; the class, the file and all other models stay as they are.
+`apply_rotary_pos_emb` is a global name in the `forward` of such a module. The fused module runs a
+copy of `forward` in which that name is bound to `FusedAttention.embed`. The class, its source
+module and other models are unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAME = "apply_rotary_pos_emb"
 
 
 def function_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What the module's class calls by that name in `forward`, or None."""
+    """Return the `apply_rotary_pos_emb` that the module's class calls in `forward`, or None."""
     own: Any = type(module).forward
     if not isinstance(own, types.FunctionType) or NAME not in own.__code__.co_names:
         return None
@@ -38,6 +39,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, run: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.run, ctx.dtypes = run, (q.dtype, k.dtype)
         ctx.save_for_backward(cos, sin)
+        # The dtypes of PyTorch's own q * cos.
         dtypes = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
         found: tuple[Tensor, Tensor] = run(q, k, cos, sin, dtypes, False)
         return found
@@ -46,12 +48,13 @@ class _Function(torch.autograd.Function):
     @no_double_backward("a fused rotary embedding", "Convert the model to None, and again without fuse.")
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
+        # The gradient of a rotation is the inverse rotation.
         return (None, *ctx.run(in_memory(of_q), in_memory(of_k), cos, sin, ctx.dtypes, True), None, None)
 
 
 @dataclass(eq=False)
 class FusedAttention(FusedForward):
-    """The forward of an attention, which turns queries and keys by `embed` where its class names `function`."""
+    """Fused forward of an attention: `embed` replaces the rotary embedding `function`."""
 
     function: Callable[..., Any]
     _call: Callable[..., Any] | None = field(default=None, init=False, repr=False)
@@ -62,23 +65,30 @@ class FusedAttention(FusedForward):
         if self._call is None:
             own: Any = type(self.module).forward
             globals = {**own.__globals__, NAME: self.embed}
+            # A snapshot of the globals: later changes to that file's global names are not seen.
             self._call = types.FunctionType(own.__code__, globals, own.__name__, own.__defaults__, own.__closure__)
             self._call.__kwdefaults__ = own.__kwdefaults__
         return self._call(self.module, *given, **options)
 
     def embed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-        """As `function`."""
+        """Rotate queries and keys, with the signature of `function`.
+
+        Falls back to `function` for unusual shapes or arguments, and if cos or sin require
+        gradients.
+        """
         if torch.compiler.is_compiling() or transforms.is_active(q, k, cos, sin):
             return self.function(q, k, cos, sin, *more, **options)
+        # The kernel takes q and k [B, heads, T, D] and cos, sin [1 or B, T, D].
         usual = q.ndim == k.ndim == 4 and len(q) == len(k) and q.shape[2:] == k.shape[2:] == cos.shape[1:]
         usual = usual and cos.shape == sin.shape and cos.shape[0] in (1, len(q)) and cos.dtype == sin.dtype
+        # The kernel has no gradient for cos and sin.
         if more or options or not usual or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
         kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))
         return self.function(q, k, cos, sin) if kernel is None else _Function.apply(kernel.run, q, k, cos, sin)
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
-        """For heads of the module's `head_dim`, or of 64, in the type of its weights."""
+        """Return the report, for `head_dim` (or 64) and the dtype of the module's weights."""
         like = next(self.module.parameters())
         device = device_facts(like.device.type, like.device.index)
         spec = rotary.Spec(device, (like.dtype,) * 4, int(getattr(self.module, "head_dim", 64)))
@@ -86,5 +96,5 @@ class FusedAttention(FusedForward):
         return Fusion(name=name, readers=readers, function="rotary", backend=backend)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the function, which no pickle takes."""
+        """Drop the copied function, which cannot be pickled."""
         return super().__getstate__() | {"_call": None}

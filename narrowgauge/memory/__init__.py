@@ -1,14 +1,14 @@
-"""What trades time or exactness for bytes, usable in any training loop.
+"""Memory savers for any training loop; they cost compute time or exactness.
 
-freeze, train_only       parameters that do not train: no gradient, no optimizer state, less backward; as codes, half the weight or less
-thaw                     such codes as 16-bit weights again
-checkpoint               blocks that are computed again in backward instead of being kept
-cheapest                 which way of it is the cheapest that fits, by counted bytes
-compile_blocks           each block compiled by itself, for segments of them
-compress_activations     what blocks keep for backward, in 8 bits
-offload                  what blocks keep for backward, in host memory
-chunked_cross_entropy    output head and loss without the whole logits
-saved_bytes              what a forward pass keeps for backward, measured
+freeze, train_only     parameters without gradient and optimizer state; optionally as codes
+thaw                   convert frozen codes back to 16-bit weights
+checkpoint             recompute blocks in backward instead of saving their activations
+cheapest               choose the cheapest checkpointing policy that fits, by counted bytes
+compile_blocks         compile each block separately, for checkpointing in segments
+compress_activations   store the blocks' saved activations in 8 bits
+offload                store the blocks' saved activations in host memory
+chunked_cross_entropy  output head and loss without the full logits
+saved_bytes            measure the bytes that a forward pass saves for backward
 """
 
 from narrowgauge.memory.blocks import compile_blocks, find_blocks

@@ -1,4 +1,4 @@
-"""The cheapest policy of checkpointing whose step fits: `auto`."""
+"""Policy "auto" of checkpointing: the cheapest policy whose step fits into memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import ConfigError
 
-# By what a step computes again: nothing, what lies between products, each block, three halves of the blocks, nearly each block twice.
+# Ordered by recomputation per step: nothing; everything but matmuls and attention; each block once;
+# three halves of the blocks; nearly each block twice.
 BY_COST = ("none", "selective", "full", "every-2", "sqrt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `cheapest` chose. peaks: bytes of each policy that was tried, in the order of their cost; the last one is the chosen."""
+    """Result of `cheapest`.
+
+    policy       the chosen policy
+    limit_bytes  the limit it had to fit
+    peaks        policy -> peak bytes, for the policies tried, in order of cost; the last one is the
+                 choice
+    """
 
     policy: str
     limit_bytes: int
@@ -25,11 +32,13 @@ class Choice:
 
 
 def cheapest(peak_bytes: Callable[[str], int], limit_bytes: int) -> Choice:
-    """Tries the policies from the one that computes least again on; each is counted once, and none behind the first that fits.
+    """Return the policy with the least recomputation whose peak fits.
 
-    peak_bytes  a policy's name -> the most bytes that are there at any moment of a step with it
+    peak_bytes   policy name -> peak bytes at any moment of a step under it; called once per policy,
+                 up to the first that fits
+    limit_bytes  the available memory
 
-    Raises ConfigError with the least that was counted if none fits.
+    Raises ConfigError with the smallest peak if none fits.
     """
     peaks: dict[str, int] = {}
     for policy in BY_COST:
@@ -39,7 +48,8 @@ def cheapest(peak_bytes: Callable[[str], int], limit_bytes: int) -> Choice:
     least = min(peaks, key=lambda policy: peaks[policy])
     raise ConfigError(
         f"checkpoint: no policy fits into {_gib(limit_bytes)} ({limit_bytes:,} bytes); the least is {peaks[least]:,} bytes, with "
-        f"{least!r}. Make the batch smaller (or micro_batches larger), or keep the optimizer's states in 8 bits."
+        f"{least!r}. Make the batch smaller (or micro_batches larger), or keep the optimizer's states in 8 bits.",
+        code="checkpointing.nothing-fits",
     )
 
 

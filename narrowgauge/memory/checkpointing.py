@@ -1,24 +1,26 @@
-"""Activation checkpointing: blocks keep little for backward, and backward computes the rest once more.
+"""Activation checkpointing: save few activations per block and recompute the others in backward.
 
-    policy            what is kept of n blocks                                          blocks run forward again, of n
-    None, "none"      everything: takes checkpointing off                               0
-    "selective"       inputs of blocks, outputs of matrix products and attention        n, without products and attention
-    "full"            inputs of blocks                                                  n
-    "every-N"         inputs of every N-th block, from the first on                     n + n (N - 1) / N
-    "sqrt"            inputs of about sqrt(2 n) blocks at the most                      2 n - sqrt(2 n)
-    "budget:512MiB"   as "full" in as many blocks, from the first on, as bring the bytes kept below the budget; where all of them do not,
-                      as "sqrt"
-    "auto"            the cheapest of the others whose peak fits (see `cheapest`)
+    policy           saved, for n blocks                        recomputed block forwards
+    None, "none"     everything (checkpointing off)             0
+    "selective"      block inputs, outputs of matmuls and       n, without matmuls and attention
+                     attention
+    "full"           block inputs                               n
+    "every-N"        inputs of every N-th block                 n + n (N - 1) / N
+    "sqrt"           inputs of at most about sqrt(2 n) blocks   2 n - sqrt(2 n)
+    "budget:512MiB"  "full" in as few blocks as needed to meet the budget, from the first on;
+                     "sqrt" if "full" in all blocks is not enough
+    "auto"           the cheapest other policy whose peak fits (see `cheapest`)
 
-In "every-N" and "sqrt" blocks form segments (see `segments`): every-N as Megatron's uniform method with N layers. At the end of forward
-every-4 keeps half of what every-2 does; in backward N inputs of a segment come back, so that memory falls with N up to about sqrt(n).
+"every-N" and "sqrt" group blocks into segments (see `segments`); every-N is Megatron's uniform
+method with N layers. At the end of forward every-4 has saved half as much as every-2. In backward a
+segment's N inputs are recomputed, so the peak falls with N up to about sqrt(n).
 
-Torch's non-reentrant checkpoint: no input needs a gradient, so frozen layers below need no hook that would drive backward through
-them, and a block that needs no backward at all runs plainly. Generators are put back for the recomputation, so dropout and
-stochastic rounding draw the same numbers; delayed scaling only takes maxima, so seeing an amax twice or thrice changes nothing.
+Recomputation restores torch's generators, so dropout and stochastic rounding draw the same numbers.
+Delayed scaling only records maxima, so a repeated amax changes nothing.
 
-The last block is left out by default: backward would begin by computing it again, so its activations would exist at that moment
-anyway. Leaving it out costs memory only where something large lives between it and backward, such as whole logits.
+The last block is not recomputed by default. Backward begins with it, so its activations would exist
+at that moment anyway. Skipping it costs memory only if something large is alive between the last
+block and backward, such as the full logits.
 """
 
 from __future__ import annotations
@@ -48,25 +50,32 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _POLICY = re.compile(r"none|full|selective|sqrt|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?")
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
-# How a block's forward is run: (block, forward, args, kwargs) -> its output, which backward can make again.
+# (block, forward, args, kwargs) -> output; backward can recompute the saved activations.
 Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """What `checkpoint` did; `print` it."""
+    """Result of `checkpoint`; `print` it.
+
+    policy      the policy, after "auto" was resolved
+    recomputed  names of the recomputed blocks
+    kept        names of the other blocks
+    segments    lengths of the segments of recomputed blocks; () if each block saves its input
+    kept_bytes  measured bytes saved for backward, with a budget; else None
+    notes       other effects, as sentences
+    """
 
     policy: str
-    recomputed: tuple[str, ...]  # names of the blocks whose forward is repeated
-    kept: tuple[str, ...]  # names of the others
-    # Lengths of the segments that the recomputed blocks form; none where each keeps its input.
+    recomputed: tuple[str, ...]
+    kept: tuple[str, ...]
     segments: tuple[int, ...]
-    kept_bytes: int | None  # with a budget: bytes kept for backward now, measured
-    notes: tuple[str, ...]  # what else changed
+    kept_bytes: int | None
+    notes: tuple[str, ...]
 
     @property
     def repeats(self) -> int:
-        """Forward passes of a block that a step has more than without checkpointing."""
+        """Additional block forwards per step, compared with no checkpointing."""
         return len(self.recomputed) + sum(self.segments) - len(self.segments)
 
     def __str__(self) -> str:
@@ -83,7 +92,10 @@ class CheckpointReport:
 def _recomputed(
     run: Run, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a block's forward so that backward repeats it, if there is a backward."""
+    """Run a block's forward so that backward recomputes it, if anything requires gradients."""
+    # Without this test, frozen lower blocks would be checkpointed although they have no backward.
+    # The non-reentrant checkpoint needs no input that requires gradients, so no embedding hook
+    # either.
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in (*tensors, *block.parameters())):
         return forward(*args, **kwargs)
@@ -91,26 +103,28 @@ def _recomputed(
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"checkpoint: a block was given {name}; computing it again would append its keys and values a second "
-                "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None)."
+                "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None).",
+                code="checkpointing.cache-argument",
             )
     return run(block, forward, args, kwargs)
 
 
 def _whole(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keeps the inputs alone."""
+    """Save only the block's inputs."""
     return checkpointed(forward, args, kwargs)
 
 
 def _without_cache(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the model: while gradients are on, no KV cache is filled."""
+    """Forward pre-hook of the model: disable the KV cache while gradients are enabled."""
     if not torch.is_grad_enabled():
         return None
     if kwargs.get("use_cache"):
         raise ConfigError(
             "checkpoint: use_cache=True, but recomputation would fill the KV cache twice. Pass use_cache=False, "
-            "or take checkpointing off with checkpoint(model, None)."
+            "or take checkpointing off with checkpoint(model, None).",
+            code="checkpointing.use-cache",
         )
     return args, {**kwargs, "use_cache": False}
 
@@ -126,22 +140,28 @@ def checkpoint(
     peak_bytes: Callable[[str], int] | None = None,
     limit_bytes: int | None = None,
 ) -> CheckpointReport:
-    """Sets the checkpointing of a model's blocks, in place; replaces what was set before. Policies: see the module.
+    """Set the checkpointing policy of a model's blocks, in place; replaces an earlier policy.
 
-    blocks      patterns of the modules to treat as blocks; None finds them by structure (see `find_blocks`)
-    keep_last   whether the last block keeps everything, unless a budget needs it too
-    batch,loss  for a budget: what `saved_bytes` needs to measure
-    peak_bytes,limit_bytes  for "auto": what `cheapest` needs to choose
+    policy                   see the module docstring
+    blocks                   patterns of the modules to use as blocks; None finds them by structure
+                             (`find_blocks`)
+    keep_last                do not recompute the last block, unless a budget requires it
+    batch, loss              sample inputs and loss function for a budget, as in `saved_bytes`
+    peak_bytes, limit_bytes  arguments of `cheapest`, for "auto"
 
-    Parameter names, state dicts, copies and pickles stay as they are. Raises ConfigError for an unknown policy, a budget without
-    a batch or below the least that can be reached, and a model that checkpoints already by transformers' own switch.
+    Parameter names, state dicts, copies and pickles are unchanged.
+
+    Raises ConfigError for an unknown policy, and for a budget without a batch or below the
+    reachable minimum. A model that already uses transformers' gradient_checkpointing is refused
+    too.
     """
     policy, reason = policy or "none", ""
     if policy == "auto":
         if peak_bytes is None or limit_bytes is None:
             raise ConfigError(
                 "checkpoint: 'auto' needs peak_bytes=, a function of a policy's name that counts the peak of a step "
-                "(narrowgauge.plan.count), and limit_bytes=, what it must fit into."
+                "(narrowgauge.plan.count), and limit_bytes=, what it must fit into.",
+                code="checkpointing.auto-arguments",
             )
         choice = cheapest(peak_bytes, limit_bytes)
         policy, reason = choice.policy, str(choice)
@@ -149,14 +169,17 @@ def checkpoint(
     if not parsed:
         raise ConfigError(
             f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto', "
-            "or 'budget:512MiB'."
+            "or 'budget:512MiB'.",
+            code="checkpointing.policy",
         )
+
     found = find_blocks(model, blocks, "checkpoint")
     for name, block in found.items():
         if getattr(block, "gradient_checkpointing", False):
             raise ConfigError(
                 f"checkpoint: {name} checkpoints already, by transformers' own switch, and would be computed three times. "
-                "Call model.gradient_checkpointing_disable() first."
+                "Call model.gradient_checkpointing_disable() first.",
+                code="checkpointing.twice",
             )
     names = list(found)
     below = _without_backward(model, names)
@@ -169,6 +192,7 @@ def checkpoint(
         chosen, lengths, kept_bytes = _within(model, found, below, budget_bytes, batch, loss)
     if parsed[2] is None:
         lengths = _lengths(policy, [name for name in chosen if name not in below], parsed[1])
+
     cache_is_off = _apply(model, found, _runs(policy, chosen, below, lengths))
     notes = [reason, _below_words([name for name in below if name in chosen])]
     if cache_is_off:
@@ -184,7 +208,10 @@ def checkpoint(
 
 
 def _lengths(policy: str, names: list[str], every: str | None = None) -> list[int]:
-    """Of the segments that these blocks form, in no case of two stacks; none where each keeps its input."""
+    """Return the segment lengths for these blocks; [] if each block saves its input.
+
+    A segment never spans two stacks of blocks.
+    """
     if policy != "sqrt" and int(every or 1) == 1:
         return []
     found: list[int] = []
@@ -195,27 +222,35 @@ def _lengths(policy: str, names: list[str], every: str | None = None) -> list[in
 
 
 def _stack_of(name: str) -> str:
-    """Where a numbered block lies; '' of one that has another name."""
+    """Return the container of a numbered block; "" for other names."""
     container, _, last = name.rpartition(".")
     return container if last.isdecimal() else ""
 
 
 def _runs(policy: str, chosen: list[str], below: list[str], lengths: list[int]) -> dict[str, Run]:
-    """How each chosen block is run. Those below all that trains need no backward, and are in no segment."""
+    """Return {block name: how to run its forward}.
+
+    Blocks in `below` need no backward and belong to no segment.
+    """
     runs: dict[str, Run] = dict.fromkeys(chosen, selectively if policy == "selective" else _whole)
     names = iter(name for name in chosen if name not in below)
     for length in lengths:
         before = None
         for _ in range(length):
             name = next(names)
+            # Each member refers to the one before it in its segment; the first refers to None.
             runs[name] = before = SegmentMember(name, before)
     return runs
 
 
 def _apply(model: nn.Module, found: dict[str, nn.Module], runs: Mapping[str, Run]) -> bool:
-    """Sets these blocks alone to be computed again, and the hook that keeps the KV cache off; -> whether there is one."""
+    """Set recomputation for exactly these blocks, and the hook that disables the KV cache.
+
+    Returns True if the hook was set.
+    """
     for name, block in found.items():
         set_technique(block, "recompute", partial(_recomputed, runs[name]) if name in runs else None)
+    # By identity and not by handle: copies and pickles of the model have the hook but no handle.
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _without_cache:
             del model._forward_pre_hooks[key]
@@ -230,21 +265,22 @@ def _within(
     model: nn.Module, found: dict[str, nn.Module], below: list[str], budget_bytes: float, batch: Any,
     loss: Callable[[Any], Tensor] | None,
 ) -> tuple[list[str], list[int], int]:  # fmt: skip
-    """The blocks to recompute for a budget, their segments, and the bytes kept with them."""
+    """Return (blocks to recompute, segment lengths, measured bytes) for a budget."""
     if batch is None:
         raise ConfigError(
-            "checkpoint: a budget needs a sample batch to measure. Pass batch=, as the model will see it."
+            "checkpoint: a budget needs a sample batch to measure. Pass batch=, as the model will see it.",
+            code="checkpointing.no-batch",
         )
     names = list(found)
 
     @cache
     def kept(count: int) -> int:
-        """Bytes with the first `count` blocks recomputed: fewer the more there are."""
+        """Bytes with the first `count` blocks recomputed; decreases with count."""
         _apply(model, found, _runs("full", names[:count], below, []))
         return saved_bytes(model, batch, loss).total
 
     def kept_in_segments() -> int:
-        """Bytes of all blocks as "sqrt": at the end of forward, and what of a segment's inputs comes back on top."""
+        """Bytes of "sqrt": saved by forward, plus the inputs that a segment recomputes in backward."""
         runs = _runs("sqrt", names, below, lengths)
         _apply(model, found, runs)
         total = saved_bytes(model, batch, loss).total
@@ -254,21 +290,25 @@ def _within(
     lengths = _lengths("sqrt", [name for name in names if name not in below])
     try:
         if (least := kept(len(names))) <= budget_bytes:
+            # Bisection: a measurement is one forward pass, and bytes decrease with the number of
+            # blocks.
             count = bisect_left(range(len(names)), True, key=lambda count: kept(count) <= budget_bytes)
             return names[:count], [], kept(count)
         if (in_segments := kept_in_segments()) <= budget_bytes:
             return names, lengths, in_segments
     finally:
+        # Measuring set policies on the blocks. The caller sets the final one; an error leaves none.
         _apply(model, found, {})
     least = min(least, in_segments)
     raise ConfigError(
         f"checkpoint: with every block computed again {least:,} bytes are kept, above the budget of "
-        f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller."
+        f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller.",
+        code="checkpointing.budget",
     )
 
 
 def _without_backward(model: nn.Module, names: list[str]) -> list[str]:
-    """The blocks below everything that trains, in the model's order; they run plainly."""
+    """Return the blocks below the lowest trainable parameter, in the model's order."""
     seen = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     lowest = next((place for place, (_, trains) in enumerate(seen) if trains), len(seen))
     return [name for name in names if not any(each.startswith(f"{name}.") for each, _ in seen[lowest:])]

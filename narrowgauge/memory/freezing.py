@@ -1,16 +1,17 @@
-"""Freezing: which parameters train.
+"""Freezing: select the parameters that train.
 
-    freeze(model, "embed*,layers.0-3")      these do not train, the others stay as they are
-    train_only(model, "lm_head,*.norm")     these train, all others do not
+    freeze(model, "embed*,layers.0-3")   freeze these, leave the others as they are
+    train_only(model, "lm_head,*.norm")  train these, freeze all others
 
-A pattern (see `narrowgauge.structure`) names parameters, or modules with everything below them. Freeze before the optimizer is
-built, and give the optimizer the trainable parameters alone.
+A pattern (see `narrowgauge.structure`) matches parameters, or modules with everything below them.
+Freeze before creating the optimizer, and give it the trainable parameters alone.
 
-A frozen parameter has no gradient and no optimizer state; a frozen Linear computes no grad_weight and keeps no input for it.
-Backward stops at the lowest trainable layer: below it there is no grad_input either, and nothing is kept.
+A frozen parameter has no gradient and no optimizer state. A frozen Linear computes no grad_weight
+and saves no input for it. Below the lowest trainable layer there is no backward at all, and nothing
+is saved.
 
-    freeze(model, "layers.*", codes=True)      and their converted Linears keep codes alone, no 16-bit weight (nn/frozen.py)
-    thaw(model, "layers.*")                    gives these 16-bit weights again, what the codes decode to
+    freeze(model, "layers.*", codes=True)  also replace 16-bit weights by codes (nn/frozen.py)
+    thaw(model, "layers.*")                dequantize these codes to 16-bit weights again
 """
 
 from __future__ import annotations
@@ -27,23 +28,36 @@ from narrowgauge.nn.frozen import FrozenWeight, give_back, refuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import expanded, matches, require_module
 
-ADAMW_STATE_BYTES = 8  # two float32 moments
+# Bytes per element: two float32 moments.
+ADAMW_STATE_BYTES = 8
 OptimizerBytes = float | Callable[[nn.Parameter], int]
 Patterns = str | Iterable[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeReport:
-    """How many parameters train, and what those that do not would have taken; `print` it."""
+    """Number of trainable parameters and the memory saved; `print` it.
+
+    parameters             elements of all parameters
+    trainable              elements of trainable parameters
+    gradient_bytes_saved   gradients of the frozen parameters, in their dtype
+    optimizer_bytes_saved  optimizer state of the frozen parameters, by `optimizer_bytes` of
+                           `freeze`
+    tied                   per selected parameter with several names: these names
+    coded                  number of layers whose weight is stored as codes alone
+    weight_bytes_saved     bytes of their 16-bit weights minus codes and scales
+    wide                   with codes=True: (name, reason) of frozen Linears that keep their 16-bit
+                           weight
+    """
 
     parameters: int
     trainable: int
-    gradient_bytes_saved: int  # gradients of frozen parameters, in their dtype
-    optimizer_bytes_saved: int  # optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
-    tied: tuple[tuple[str, ...], ...]  # names of each named parameter that has several: frozen, or trained, together
-    coded: int = 0  # layers whose weight is kept as codes alone
-    weight_bytes_saved: int = 0  # by that: 16-bit weights less codes and scales
-    wide: tuple[tuple[str, str], ...] = ()  # with codes=True: frozen Linears that keep their weight, and why
+    gradient_bytes_saved: int
+    optimizer_bytes_saved: int
+    tied: tuple[tuple[str, ...], ...]
+    coded: int = 0
+    weight_bytes_saved: int = 0
+    wide: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20
@@ -70,28 +84,35 @@ def freeze(
     optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES,
     codes: bool = False,
 ) -> FreezeReport:
-    """Stops the parameters that `patterns` name from training, in place; all others stay as they are.
+    """Freeze the parameters that match `patterns`, in place; leave all others as they are.
 
-    patterns         one string, commas between patterns, or several strings
-    optimizer_bytes  for the report: bytes of optimizer state per element, or a function of a parameter such as
-                     `ng.optim.state_bytes(ng.optim.AdamW(model, states="8bit")).of`
-    codes            the frozen weights of converted Linears are kept as the codes of their forward cast alone, for good: 1 byte per
-                     weight instead of 2, of 4-bit formats half a byte. Forward computes the same bits; see nn/frozen.py for backward and
-                     for what a state dict holds. What cannot be kept so stays as it is, and the report says why
+    patterns         a string with patterns separated by commas, or several strings
+    optimizer_bytes  for the report: bytes of optimizer state per element, or a function of a
+                     parameter such as `ng.optim.state_bytes(ng.optim.AdamW(model,
+                     states="8bit")).of`
+    codes            replace the frozen weights of converted Linears permanently by the codes of
+                     their forward cast: 1 byte per weight instead of 2, half a byte for 4-bit
+                     formats. The forward result is bit-identical; see nn/frozen.py for backward and
+                     state dicts. The report lists weights that cannot be stored as codes, with the
+                     reason
 
-    Raises ConfigError, before anything is changed, if a pattern matches nothing, if nothing would be left to train, or, with codes=True,
-    if there is no weight to keep as codes.
+    Raises ConfigError, before any change, if a pattern matches nothing, if nothing would be left to
+    train, or if codes=True applies to no weight.
     """
     named = _named(model, patterns, "freeze")
     trains = {parameter for parameter in model.parameters() if parameter.requires_grad} - named
     if not trains:
-        raise ConfigError(f"freeze: {patterns!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer.")
+        raise ConfigError(
+            f"freeze: {patterns!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer.",
+            code="freeze.nothing-left",
+        )
     coded, wide = _found_for_codes(model, named) if codes else ([], {})
     if codes and not coded:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(wide.items())[:3]) or "the patterns name no Linear"
         raise ConfigError(
             f"freeze: codes=True, but no weight can be kept as codes ({why}). Convert the model to an 8-bit or 4-bit recipe first, or "
-            "leave codes out."
+            "leave codes out.",
+            code="freeze.no-codes",
         )
     report = _apply(model, named, trains, optimizer_bytes)
     saved = sum(_keep_codes(layer) for layer in coded)
@@ -99,10 +120,14 @@ def freeze(
 
 
 def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
-    """Gives frozen weights that are kept as codes (`freeze(codes=True)`) a 16-bit weight again, in place; returns how many.
+    """Dequantize weights frozen as codes (`freeze(codes=True)`) to 16 bits, in place.
 
-    It is what the codes decode to, not what was frozen: its rounding stays. It does not train until `requires_grad_` says so. The codes
-    of one layer and its weight are in memory together, those of others are not. ConfigError if `patterns` name no such weight.
+    patterns  the weights to convert
+    ->        the number of converted layers
+
+    The result is the dequantized weight, not the original: the rounding error stays. The weight is
+    still frozen until `requires_grad_` is called. Peak memory: codes and weight of one layer at a
+    time. Raises ConfigError if no matching weight is stored as codes.
     """
     named = _named(model, patterns, "thaw")
     layers = [
@@ -112,7 +137,8 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
     ]
     if not layers:
         raise ConfigError(
-            f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them."
+            f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them.",
+            code="thaw.no-codes",
         )
     for layer in layers:
         give_back(layer, layer.frozen.original(plain(layer.weight)))
@@ -120,7 +146,7 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
 
 
 def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[QLinear], dict[str, str]]:
-    """(the layers whose weight, one of these, can be kept as codes; name -> why another Linear's cannot)."""
+    """Return (layers whose weight can be stored as codes, {other Linear's name: reason})."""
     holders: dict[nn.Parameter, list[str]] = {}
     for owner, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -134,8 +160,10 @@ def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[Q
             continue
         others = [each for each in holders[weight] if each != name]
         reason = refuse(layer) if isinstance(layer, QLinear) else "no recipe casts it"
+        # Another module reads the same parameter in 16 bits.
         if others:
             reason = f"tied to {others[0]}"
+        # Such an owner reads `weight` without calling the layer, so the codes would never be used.
         elif not reason and is_read_by_owner(model, name):
             reason = "the module that holds it multiplies by its weight without calling it"
         if reason:
@@ -147,7 +175,8 @@ def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[Q
 
 
 def _keep_codes(layer: QLinear) -> int:
-    """Codes in the place of the layer's weight; returns the bytes that this saves."""
+    """Replace the layer's weight by codes; return the bytes saved."""
+    # Casts of the 16-bit weight are obsolete from here on.
     layer.empty_cache()
     before = layer.weight.nbytes
     layer.frozen = FrozenWeight(layer)
@@ -158,36 +187,49 @@ def _keep_codes(layer: QLinear) -> int:
 def train_only(
     model: nn.Module, patterns: Patterns, *, optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES
 ) -> FreezeReport:
-    """Lets exactly the parameters train that `patterns` name, in place; see `freeze`. Integer types cannot train."""
+    """Train exactly the parameters that match `patterns`, in place, and freeze all others.
+
+    Arguments, result and errors are as in `freeze`. Integer parameters cannot train.
+    """
     named = _named(model, patterns, "train_only")
+    # Integer parameters have no gradient.
     trains = {parameter for parameter in named if parameter.is_floating_point()}
     if not trains:
         raise ConfigError(
-            f"train_only: {patterns!r} names integer parameters alone, which have no gradient. Name parameters of a float type."
+            f"train_only: {patterns!r} names integer parameters alone, which have no gradient. Name parameters of a float type.",
+            code="train-only.integers",
         )
     for name, layer in model.named_modules():
         if isinstance(layer, QLinear) and layer.frozen is not None and layer.weight in trains:
             raise ConfigError(
                 f"train_only: the weight of {name!r} is kept as codes, which do not train. Call "
-                f"narrowgauge.memory.thaw(model, {name!r}) first."
+                f"narrowgauge.memory.thaw(model, {name!r}) first.",
+                code="train-only.codes",
             )
     return _apply(model, named, trains, optimizer_bytes)
 
 
 def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]:
-    """The parameters that are named. A number of a range that matches nothing is an error as well."""
+    """Return the parameters that match.
+
+    Raises ConfigError for a pattern, or a number in its range, that matches nothing.
+    """
     require_module(model, verb)
     texts = (
         [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else [patterns]
     )
     if strange := [each for each in texts if not isinstance(each, str)]:
         raise ConfigError(
-            f'{verb}: {strange[0]!r} is no pattern. Name parameters or modules, as in "embed*,layers.0-3".'
+            f'{verb}: {strange[0]!r} is no pattern. Name parameters or modules, as in "embed*,layers.0-3".',
+            code="pattern.not-a-string",
         )
     wanted = [pattern.strip() for text in texts for pattern in text.split(",") if pattern.strip()]
     if not wanted:
-        raise ConfigError(f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".')
-    below: dict[str, set[nn.Parameter]] = {}  # each parameter by its own name and those of the modules above it
+        raise ConfigError(
+            f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".', code="pattern.none"
+        )
+    # Each parameter, under its own name and the names of all modules above it.
+    below: dict[str, set[nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parts = name.split(".")
         for depth in range(len(parts), 0, -1):
@@ -201,7 +243,9 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
             first = f"The first parameter is {next(iter(below))!r}." if below else "The model has no parameters."
             hint = f"Closest: {near}." if near else first
             within = f"{pattern!r} of " if pattern != typed else ""
-            raise ConfigError(f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}")
+            raise ConfigError(
+                f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}", code="pattern.no-match"
+            )
         found = found.union(*meant)
     return found
 
@@ -209,12 +253,16 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
 def _apply(
     model: nn.Module, named: set[nn.Parameter], trains: set[nn.Parameter], optimizer_bytes: OptimizerBytes
 ) -> FreezeReport:
-    """Lets the parameters in `trains` train, no others, and reports; `named` are those that the patterns name."""
+    """Set requires_grad for exactly the parameters in `trains`, and report.
+
+    named  the parameters that match the user's patterns
+    """
     parameters = list(model.parameters())
-    # Integers have neither gradient nor state.
+    # Integer parameters have neither gradient nor optimizer state.
     frozen = [parameter for parameter in parameters if parameter not in trains and parameter.is_floating_point()]
     of = optimizer_bytes if callable(optimizer_bytes) else (lambda each: each.numel() * optimizer_bytes)
-    states = int(sum(of(parameter) for parameter in frozen))  # raises before anything is changed
+    # Calls the user's function, which may raise: do it before any change.
+    states = int(sum(of(parameter) for parameter in frozen))
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter] = (*names.get(parameter, ()), name)

@@ -1,4 +1,4 @@
-"""How a chunked loss is computed, and what its two ways have in common: operands, logits, their cap."""
+"""Options of the chunked loss, and the operations common to loss.py and loss_slices.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How the loss is computed.
+    """Options of the chunked loss.
 
-    rows         tokens of a chunk             words   of a slice of the vocabulary (loss_slices.py)
-    softcap, z_loss  0 when they are off
-    has_ignored  ignored tokens are among the rows
-    shard        of a head that ranks share
+    rows             tokens per chunk
+    words            words per slice of the vocabulary (loss_slices.py)
+    computes_in      dtype to which operands and logits are rounded
+    multiplies_in    dtype of the GEMM operands: computes_in, or float32 on CPUs that are faster
+                     with it
+    softcap, z_loss  0 when off
+    needs_gradients  compute gradients in forward
+    has_ignored      the rows may contain ignored tokens
+    shard            this rank's part of a vocabulary-sharded head, or None
     """
 
     rows: int
@@ -34,15 +39,17 @@ class LossOptions:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type of softmax, loss and sums."""
+        """dtype of softmax, loss and sums: float32, or float64 for float64 inputs."""
         return torch.float64 if self.computes_in == torch.float64 else torch.float32
 
     def operand(self, x: Tensor) -> Tensor:
-        """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
+        """Round x to computes_in and return it in multiplies_in."""
+        # The first cast rounds; the second changes only the container, so products are the same.
         return x.to(self.computes_in).to(self.multiplies_in)
 
     def logits(self, lhs: Tensor, rhs: Tensor, bias: Tensor | None) -> Tensor:
-        """Of operands, rounded to the type of the computation, wide."""
+        """Return lhs @ rhs.T + bias, rounded to computes_in, in the dtype `wide`."""
+        # Rounded as an unfused head would return its logits.
         product = lhs @ rhs.T if bias is None else torch.addmm(self.operand(bias), lhs, rhs.T)
         return product.to(self.computes_in).to(self.wide)
 

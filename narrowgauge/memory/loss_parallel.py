@@ -1,17 +1,19 @@
-"""The chunked loss (loss.py) over a head whose vocabulary is sharded: no rank ever has the logits of all V words of a token.
+"""Chunked loss (loss.py) for a vocabulary-sharded head; no rank has a token's full logits.
 
-    logits of this rank  z [rows, V / ranks], words start ... start + V / ranks
+    logits of this rank  z [rows, V / ranks], for words start ... start + V / ranks
 
-    top    = max over ranks of max z                                   one all-reduce of [rows]
-    total  = sum over ranks of sum exp(z - top)                        one all-reduce of [2, rows] with
-    target = sum over ranks of z[target], where this rank has it       this one
+    top    = max over ranks of max z              one all-reduce of [rows]
+    total  = sum over ranks of sum exp(z - top)   one all-reduce of [2, rows],
+    target = sum over ranks of z[target]          together with `total`
     lse    = log total + top
 
-What follows is as in loss.py: the gradient of the logits is local, that of weight and bias too; that of hidden is a part of a sum,
-which DTensor adds up (all-reduce, or reduce-scatter where hidden is cut along the tokens). In float32, or float64; sums over ranks
-alone are in another order than one process's. Two messages of 4 and 8 bytes per token, whatever V.
+z[target] is 0 on ranks that do not have the word. The gradients of logits, weight and bias are
+local. The gradient of hidden is a partial sum, which DTensor reduces: all-reduce, or reduce-scatter
+if hidden is sharded by tokens.
 
-Imported when the weight is a DTensor.
+Computed in float32 (or float64); only the order of sums over ranks differs from a single process.
+Messages: 4 and 8 bytes per token, independent of V. This module is imported only if the weight is a
+DTensor.
 """
 
 from __future__ import annotations
@@ -29,36 +31,43 @@ from narrowgauge.nn.sharded import local_part
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The words of this rank: from `start` on, at most `most`, as on every rank; `group` has the others."""
+    """The words of one rank.
+
+    start  first word of this rank
+    most   largest number of words on any rank; the last ranks may have fewer
+    group  the ranks that share the vocabulary
+    """
 
     start: int
     most: int
     group: dist.ProcessGroup
 
     def softmax(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(softmax of this rank's words, log-sum-exp of all words, logits of the labels).
+        """Return (softmax of this rank's words, log-sum-exp over all words, target logits).
 
-        logits [rows, words], labels [rows] of all words; -> [rows, words], [rows], [rows]. NaN and infinity reach the last two on
-        every rank: a MAX may lose them, the sum does not.
+        logits  [rows, words of this rank]
+        labels  [rows], indices into all words
+        ->      [rows, words], [rows], [rows]
         """
-        # The last ranks may have no words.
+        # The last ranks may have no words; amax over an empty axis raises.
         top = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         here, place = self.places(labels, logits.shape[1])
         own = logits.gather(1, place[:, None])[:, 0] if logits.shape[1] else torch.zeros_like(top)
         p = (logits - top[:, None]).exp_()
         sums = torch.stack((p.sum(dim=1), torch.where(here, own, 0.0)))
+        # NaN and infinity reach every rank by this sum, although the MAX above may lose them.
         dist.all_reduce(sums, group=self.group)
         total, target = sums.unbind()
         return p.div_(total[:, None]), total.log() + top, target
 
     def places(self, labels: Tensor, words: int) -> tuple[Tensor, Tensor]:
-        """(whether this rank has the word, its place or 0), both [rows]."""
+        """Return (mask of labels on this rank, their local index or 0), both [rows]."""
         here = (labels >= self.start) & (labels < self.start + words)
         return here, torch.where(here, labels - self.start, 0)
 
     def subtract(self, grad: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-        """grad [rows, words] less weight [rows, 1] at the labels, in place."""
+        """Subtract weight [rows, 1] from grad [rows, words] at the labels, in place."""
         if not grad.shape[1]:
             return grad
         here, place = self.places(labels, grad.shape[1])
@@ -68,9 +77,10 @@ class VocabularyShard:
 def unwrapped(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, VocabularyShard]:
-    """The local tensors: hidden and targets of all tokens, weight and bias of the words of this rank.
+    """Return the local tensors and this rank's VocabularyShard.
 
-    Raises ConfigError for a head that is not sharded by its words alone, and for hidden states that do not say how they lie.
+    hidden and targets cover all tokens, weight and bias the words of this rank. Raises ConfigError
+    if the head is not sharded by words alone, or if the placement of hidden is unknown.
     """
     assert isinstance(weight, DTensor)
     mesh = weight.device_mesh
@@ -80,26 +90,31 @@ def unwrapped(
         raise ConfigError(
             f"chunked_cross_entropy: weight lies as {weight.placements} on the mesh; the loss reads a head that is sharded by its words "
             "on one axis, Shard(0), as ColwiseParallel leaves it. Under fully_shard compute the loss inside the model's forward pass, "
-            "where the weight is gathered."
+            "where the weight is gathered.",
+            code="chunked-loss.weight-placement",
         )
     if not isinstance(hidden, DTensor) or hidden.device_mesh != mesh:
         where = f"on {hidden.device_mesh}" if isinstance(hidden, DTensor) else "no DTensor"
         raise ConfigError(
             f"chunked_cross_entropy: weight lies on {mesh}, hidden is {where}, so whether ranks have the same tokens is not known. "
-            "Pass DTensor.from_local(hidden, mesh, [Replicate()]) if they do, [Shard(i)] if they hold parts."
+            "Pass DTensor.from_local(hidden, mesh, [Replicate()]) if they do, [Shard(i)] if they hold parts.",
+            code="chunked-loss.hidden-mesh",
         )
     axis = axes[0] if axes else 0
-    # Another axis may cut the batch: its ranks sum their own tokens, and users sum over them as without a head that is sharded.
+    # Another mesh axis may shard the batch. Its ranks sum their own tokens, and the user sums over
+    # them, as with an unsharded head.
     laid = tuple(Replicate() if each == axis else place for each, place in enumerate(hidden.placements))
     if any(not place.is_replicate() for place in laid):
         raise ConfigError(
             f"chunked_cross_entropy: hidden lies as {hidden.placements}; on axes other than the words' it must be Replicate. "
-            "Pass each rank's own tokens on the mesh of the words alone."
+            "Pass each rank's own tokens on the mesh of the words alone.",
+            code="chunked-loss.hidden-placement",
         )
     there: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     partly = tuple(Partial() if each == axis else Replicate() for each in range(mesh.ndim))
     whole = hidden if hidden.placements == there else hidden.redistribute(placements=there)
-    words = -(-weight.shape[0] // mesh.size(axis))  # of all ranks but the last ones: how Shard cuts
+    # Shard splits in equal parts, rounded up; the last ranks get fewer.
+    words = -(-weight.shape[0] // mesh.size(axis))
     shard = VocabularyShard(words * mesh.get_local_rank(axis), words, mesh.get_group(axis))
     return (
         local_part(whole, partly), local_part(weight, weight.placements), None if bias is None else _own_bias(bias, weight),
@@ -109,5 +124,8 @@ def unwrapped(
 
 def _own_bias(bias: Tensor, weight: DTensor) -> Tensor:
     if not isinstance(bias, DTensor) or bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
-        raise ConfigError("chunked_cross_entropy: bias does not lie as weight does. Shard both by their words.")
+        raise ConfigError(
+            "chunked_cross_entropy: bias does not lie as weight does. Shard both by their words.",
+            code="chunked-loss.bias-placement",
+        )
     return local_part(bias, bias.placements)

@@ -1,9 +1,12 @@
-"""How many bytes a forward pass keeps for backward, and which module keeps them.
+"""Measure the bytes that a forward pass saves for backward, by module.
 
-Counted are the storages that are alive when forward has ended, each once however many operations saved it or a view of it;
-parameters and buffers, which exist anyway, are not counted. A view keeps its whole storage, so the whole is counted. What the
-techniques of this package keep in their own way (codes, selectively kept outputs) reports itself through `note`; casts of weights that
-layers keep for the step are counted at the end, also where no step has begun yet.
+Counts every storage that is alive at the end of forward, once for all operations and views that
+saved it. A view counts its whole storage. Parameters and buffers are not counted, since they exist
+anyway.
+
+Tensors saved without autograd (codes, outputs saved by selective checkpointing) are reported
+through `note`. Weight casts that layers cache for the step are counted at the end, even before the
+first step.
 """
 
 from __future__ import annotations
@@ -26,13 +29,17 @@ from narrowgauge.nn.linear import QLinear
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
-    """`total`, and the bytes that each module saved first, by dotted name ("" is the model itself). `print` it for a table."""
+    """Bytes saved for backward; `print` it for a table.
+
+    total      bytes in total
+    by_module  dotted name of the module that saved a storage first -> bytes; "" is the model itself
+    """
 
     total: int
     by_module: Mapping[str, int]
 
     def below(self, name: str) -> int:
-        """Bytes of a module and all modules in it."""
+        """Return the bytes of a module and all its submodules."""
         return sum(count for module, count in self.by_module.items() if module == name or module.startswith(f"{name}."))
 
     def __str__(self) -> str:
@@ -44,7 +51,12 @@ class SavedBytes:
 
 @dataclass
 class Meter:
-    """Storages seen while it is active, by the module at work."""
+    """Storages saved while it is active.
+
+    known    storages not to count: parameters, buffers and inputs
+    modules  stack of the running modules' names
+    seen     storage address -> (weak reference, bytes, module)
+    """
 
     known: set[int]
     modules: list[str] = field(default_factory=lambda: [""])
@@ -52,7 +64,7 @@ class Meter:
 
     def note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        # The reference keeps the address from being given to another storage.
+        # The weak reference below prevents the reuse of the address by another storage.
         if storage._cdata not in self.known and storage._cdata not in self.seen:
             self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self.modules[-1])
 
@@ -63,6 +75,7 @@ class Meter:
     def result(self) -> SavedBytes:
         by_module: dict[str, int] = {}
         for reference, count, module in self.seen.values():
+            # Storages freed during forward are not saved for backward.
             if not reference.expired():
                 by_module[module] = by_module.get(module, 0) + count
         return SavedBytes(total=sum(by_module.values()), by_module=by_module)
@@ -73,7 +86,7 @@ _ACTIVE: ContextVar[Callable[[Tensor], None] | None] = ContextVar("narrowgauge_n
 
 @contextmanager
 def noting(heard: Callable[[Tensor], None]) -> Iterator[None]:
-    """`heard` is called with every tensor that is noted in it."""
+    """Call `heard` with every tensor reported by `note` inside this context."""
     token = _ACTIVE.set(heard)
     try:
         yield
@@ -82,25 +95,30 @@ def noting(heard: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def note(*tensors: Tensor) -> None:
-    """Counts tensors that are kept for backward without autograd's knowledge, if a measurement is active."""
+    """Report tensors saved for backward without autograd, if a measurement is active."""
     if (heard := _ACTIVE.get()) is not None:
         for tensor in tensors:
             heard(tensor)
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The tensor, for a hook to keep: an operation that saves its own result would hold itself, for ever where no backward runs."""
+    """Return the tensor in a form that a saved-tensor hook may hold: detached unless it is a leaf.
+
+    An operation that saves its own result would otherwise hold itself, and leak if backward never
+    runs.
+    """
     return tensor if tensor.is_leaf else tensor.detach()
 
 
 def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
-    """Bytes that a forward pass of `model` keeps for backward.
+    """Measure the bytes that a forward pass of `model` saves for backward.
 
-    batch  keyword arguments as a mapping, positional ones as a tuple, or one tensor
-    loss   called with the model's output, so that what the loss keeps (logits) is counted; without it the output's graph alone
+    batch  keyword arguments as a mapping, positional arguments as a tuple, or one tensor
+    loss   function of the model's output, so that tensors saved by the loss (logits) count too;
+           None: count the output's graph alone
 
-    One forward pass. Torch's generators, buffers (amax windows) and gradients are left as they were. Raises ConfigError if nothing in
-    the output requires a gradient.
+    Cost: one forward pass. Random generators, buffers (amax histories) and gradients are unchanged.
+    Raises ConfigError if the output does not require gradients.
     """
     known = {
         tensor.untyped_storage()._cdata
@@ -110,6 +128,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
     meter, names = Meter(known), {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, arguments: Any) -> None:
+        # A module outside the model (a loss) counts as its caller.
         meter.modules.append(names.get(module, meter.modules[-1]))
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -123,6 +142,8 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
         stack.enter_context(torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)))
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
+        # Casts made here must not stay in the layers' caches. A later training pass would find
+        # them, and delayed scaling would miss an amax.
         for layer in model.modules():
             if isinstance(layer, QLinear) and layer.training:
                 stack.enter_context(layer.keeping_apart())
@@ -131,19 +152,23 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         stack.enter_context(noting(meter.note))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+
         if isinstance(batch, Mapping):
             output = model(**batch)
         elif isinstance(batch, tuple):
             output = model(*batch)
         else:
             output = model(batch)
+
         result = output if loss is None else loss(output)
-        # A model output of transformers is a mapping, but no node of pytree.
+        # transformers' ModelOutput is a mapping, but no pytree node.
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise ConfigError(
-                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze some."
+                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze some.",
+                code="saved-bytes.no-gradient",
             )
+        # With a loss the output may be freed, as it is in a training loop.
         if loss is not None:
             del output
         for name, module in model.named_modules():

@@ -1,13 +1,15 @@
-"""Saved activations on the host: copied to pinned memory while forward goes on, and back when backward needs them.
+"""Offload saved activations: copy them to pinned host memory in forward, and back in backward.
 
-The copy out runs on a stream of its own, behind what computed the tensor; the tensor's device memory is free once it is done. The
-copy back is queued on backward's stream before the operation that reads it. Nothing is rounded: gradients are the same to the last bit.
+The copy to the host runs on its own stream, after the tensor was computed. The tensor's device
+memory is free once the copy is done. The copy back is queued on backward's stream before the
+operation that reads it. Nothing is rounded: gradients are bit-identical.
 
-`torch.autograd.graph.save_on_cpu` also copies parameters, small tensors, and a tensor once for each operation that saves it: of a
-Llama block 1.4 times the bytes. It copies on the stream that computes, and drops strides.
+`torch.autograd.graph.save_on_cpu` also copies parameters, small tensors, and a tensor once per
+operation that saves it. For a Llama block that is 1.4 times the bytes. It copies on the compute
+stream and drops strides.
 
-What pays: large blocks on a device whose link to the host (PCIe, NVLink-C2C) moves a block's activations in less time than the
-block computes. Not yet run on a GPU by this project.
+Offloading pays off for large blocks, if the link to the host (PCIe, NVLink-C2C) moves a block's
+activations faster than the block computes. This project has not run it on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import set_technique
 from narrowgauge.memory.saved_tensors import Restore, SavedActivations, blocks_for
 
-SMALLEST_BYTES = 2**20  # below it the launch of two copies costs more than the memory is worth
+# Below it, launching two copies costs more than the memory is worth.
+SMALLEST_BYTES = 2**20
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @dataclass
 class Offload(SavedActivations):
-    """The technique on a model's blocks; `moved_bytes` counts what went to the host since `reset`."""
+    """Offloading of a model's saved activations.
+
+    smallest_bytes  smaller tensors stay on the device
+    moved_bytes     bytes copied to the host since `reset`
+    """
 
     name = "offload"
     rounds = False
@@ -40,7 +47,7 @@ class Offload(SavedActivations):
         self.moved_bytes = 0
 
     def takes(self, tensor: Tensor) -> bool:
-        """Large tensors that are all of their memory: of a part the rest would stay behind."""
+        """Accept large tensors that fill their storage; a view's storage would stay on the device."""
         return self.smallest_bytes <= tensor.nbytes == tensor.untyped_storage().nbytes()
 
     def store(self, tensor: Tensor) -> Restore:
@@ -55,20 +62,25 @@ def offload(
     smallest_bytes: int = SMALLEST_BYTES,
     blocks: str | Iterable[str] | None = None,
 ) -> Offload | None:
-    """Keeps what a model's blocks save for backward in host memory, in place; False or None takes that off again.
+    """Store what a model's blocks save for backward in host memory, in place.
 
+    enabled         False or None: undo it
     smallest_bytes  smaller tensors stay on the device
-    blocks          patterns of the modules to treat as blocks; None finds them by structure (see `find_blocks`)
+    blocks          patterns of the modules to use as blocks; None finds them by structure
+                    (`find_blocks`)
+    ->              the Offload, or None if not enabled
 
-    With `checkpoint` on the same block it is the inputs of the recomputed block that move. Raises ConfigError unless all blocks
-    are on a CUDA device, and where activations are compressed.
+    With `checkpoint` on the same block, the inputs of the recomputed block are offloaded. Raises
+    ConfigError unless all parameters are on a CUDA device, and for blocks with compressed
+    activations.
     """
     found = blocks_for(Offload, model, blocks)
     for name, parameter in model.named_parameters() if enabled else ():
         if parameter.device.type != "cuda":
             raise ConfigError(
                 f"offload: {name} is on {parameter.device}; activations can move to the host only from a CUDA device. "
-                "On the CPU use checkpoint or compress_activations."
+                "On the CPU use checkpoint or compress_activations.",
+                code="offload.device",
             )
     technique = Offload(smallest_bytes) if enabled else None
     for block in found:
@@ -77,18 +89,22 @@ def offload(
 
 
 def to_host(tensor: Tensor) -> Restore:
-    """Queues the copy to pinned memory; the tensor's memory is not given away before it is done. -> what copies it back."""
+    """Queue the copy to pinned memory; return a function that copies the tensor back."""
     device = tensor.device
     if (stream := _STREAMS.get(device)) is None:
         stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
+    # The side stream starts after the kernels that compute the tensor.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
+        # Only pinned memory is copied asynchronously.
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
+    # The allocator must not reuse the tensor's memory before the copy on the side stream is done.
     tensor.record_stream(stream)
     arrived = stream.record_event()
 
     def back() -> Tensor:
+        # Waits on the GPU, not on the host.
         torch.cuda.current_stream(device).wait_event(arrived)
         return copy.to(device, non_blocking=True)
 

@@ -1,6 +1,7 @@
-"""A forward pass that backward repeats, and what it depends on besides its arguments: torch's generators, and autocast.
+"""Recompute a forward pass under its original random generators and autocast settings.
 
-`checkpointed` is torch's non-reentrant checkpoint; the generators are kept here, where they are counted.
+`checkpointed` is torch's non-reentrant checkpoint, except that generator states are saved here, so
+that their bytes can be counted.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from narrowgauge.memory.measure import note
 
 
 class Surroundings:
-    """Those of now, for a call with these tensors. The state of the CPU's generator takes 5 KB, that of a GPU's 16 bytes."""
+    """Snapshot of torch's generators and autocast settings, for a call with the given tensors.
+
+    A CPU generator's state takes 5 KB, a GPU generator's 16 bytes.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         kinds = sorted({device.type for device in devices})
-        self._kind = kinds[0] if kinds else "cuda"  # torch's default, of which nothing is kept then
+        # fork_rng's default device type; without GPU tensors no device state is saved.
+        self._kind = kinds[0] if kinds else "cuda"
         self._cpu = torch.get_rng_state()
         device = dry_run_on()
         if not kinds and (device is None or device.type == "cpu"):
-            note(self._cpu)  # it lies where the activations do
+            # On a CPU the state occupies the same memory as the activations.
+            note(self._cpu)
         self._devices, self._states = get_device_states(*devices.values()) if kinds else ([], [])
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", *kinds)
@@ -37,7 +43,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """They are as they were then; afterwards as they were before."""
+        """Restore the snapshot inside this context, and the present state afterwards."""
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._kind))
             torch.set_rng_state(self._cpu)
@@ -50,9 +56,13 @@ class Surroundings:
 def checkpointed(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[], Any] | None = None
 ) -> Any:  # fmt: skip
-    """What `forward` returns; its tensors are kept, and backward calls it again with them. contexts: torch's context_fn."""
+    """Run `forward`, save its arguments, and recompute it from them in backward.
+
+    contexts  torch.utils.checkpoint's context_fn
+    """
     options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": contexts} if contexts else {})
     if torch.compiler.is_compiling():
+        # While torch.compile traces, torch's own checkpoint preserves the generators.
         return checkpoint(forward, *args, preserve_rng_state=True, **options, **kwargs)
     then = Surroundings(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     calls = 0
@@ -60,6 +70,7 @@ def checkpointed(
     def repeatable(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
+        # The first call is forward; later ones are recomputations.
         if calls == 1:
             return forward(*args, **kwargs)
         with then.again():

@@ -1,12 +1,13 @@
-"""What the techniques for saved activations share: which tensors they may handle, and how a tensor is kept and given back.
+"""Shared by compression and offloading: choose saved tensors and store them in another form.
 
-Never touched, because they exist anyway or must be exact: parameters, buffers and what shares memory with them; inputs of the block
-that need no gradient (masks, rotary tables); parts of larger memory; what the technique itself does not take. A technique that rounds
-takes activations alone: not integers and booleans, nor what attention, softmax, dropout and the loss save.
+Some tensors are never replaced, since they exist anyway or must stay exact. These are parameters,
+buffers and tensors that share their storage, and block inputs without gradient (masks, rotary
+tables). Views of a larger storage and tensors that the technique declines are left alone too. A
+technique that rounds handles activations only. It skips integers and bools, and tensors saved by
+attention, softmax, dropout and the loss.
 
-Autograd does not say which operation saves a tensor, so the block runs under a TorchFunctionMode that keeps the name of the
-function at work. Under autocast a product casts its weight inside, and the cast is saved: so the operands that are no parameters
-are cast beforehand, as autocast would, and of what such a product saves only these count as activations.
+Autograd does not report which operation saves a tensor. The block therefore runs under a
+TorchFunctionMode that tracks the running function.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PRODUCTS: frozenset[Any] = frozenset(
         *(F.conv1d, F.conv2d, torch.conv1d, torch.conv2d),
     }
 )
-# Their gradients need exact statistics, or combine what they saved with statistics that are exact.
+# Their gradients need exact tensors, or combine saved tensors with exact statistics.
 EXACT: frozenset[Any] = frozenset(
     {
         *(F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax, torch.softmax, Tensor.softmax),
@@ -47,7 +48,11 @@ Restore = Callable[[], Tensor]
 
 
 class SavedActivations:
-    """A technique: keeps what blocks save for backward in another form. `rounds`: what it gives back is not exact."""
+    """A technique that stores saved activations in another form.
+
+    name    of the user's function, for error messages
+    rounds  True if the restored tensors are not exact
+    """
 
     name: ClassVar[str]
     rounds: ClassVar[bool]
@@ -56,7 +61,10 @@ class SavedActivations:
         raise NotImplementedError
 
     def store(self, tensor: Tensor) -> Restore:
-        """Keeps a contiguous tensor; called once for tensors that hold the same memory. -> what gives it back, in any shape."""
+        """Store a contiguous tensor; return a function that restores it, in any shape.
+
+        Called once for tensors with the same memory.
+        """
         raise NotImplementedError
 
     @contextmanager
@@ -64,7 +72,8 @@ class SavedActivations:
         if torch.compiler.is_compiling():
             raise ConfigError(
                 f"{self.name}: the compiler fixes what is kept for backward itself and sees no saved tensors. "
-                "Do not compile the model, or use checkpoint instead."
+                "Do not compile the model, or use checkpoint instead.",
+                code="saved-tensors.compiled",
             )
         exact = [*block.parameters(), *block.buffers()]
         exact += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
@@ -77,31 +86,47 @@ class SavedActivations:
 
 
 def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iterable[str] | None) -> list[nn.Module]:
-    """The model's blocks. Raises ConfigError if another kind keeps what one saves: only one kind of hook can have it."""
+    """Return the model's blocks. Raises ConfigError if another technique handles their saved tensors.
+
+    Only one saved-tensor hook can replace a tensor.
+    """
     found = find_blocks(model, names, kind.name)
     for name, block in found.items():
         forward = forward_of(block)
         if forward and forward.saving is not None and not isinstance(forward.saving, kind):
             raise ConfigError(
                 f"{name}: its saved activations are under {forward.saving.name} already. Take that off first, "
-                f"{forward.saving.name}(model, None), or give each a part of the model with blocks=."
+                f"{forward.saving.name}(model, None), or give each a part of the model with blocks=.",
+                code="saved-tensors.twice",
             )
     return list(found.values())
 
 
 class SavedTensorMode(TorchFunctionMode):
-    """One pass through one block: tracks the running function, and keeps each tensor once."""
+    """One forward pass of one block: tracks the running function and stores each tensor once.
+
+    technique    the technique
+    exact        storages of parameters, buffers and inputs without gradient
+    kept         storages that some operation saves unchanged; storing another form would save
+                 nothing
+    stored       key of a stored tensor -> function that restores it
+    depth_exact  nesting depth of functions whose tensors stay exact
+    operands     storages of the activations among a matmul's operands, while one runs under
+                 autocast
+    origins      storage of an autocast copy -> storage of its source; copies of one source are
+                 equal
+    references   weak references that prevent the reuse of storage addresses
+    """
 
     def __init__(self, technique: SavedActivations, exact: set[int]) -> None:
         super().__init__()
         self.technique, self.exact = technique, exact
-        self.kept = set(exact)  # storages that some operation keeps as they are: a second form of them saves nothing
+        self.kept = set(exact)
         self.stored: dict[Any, Restore] = {}
         self.depth_exact = 0
-        self.operands: set[int] | None = None  # storages of a product's operands under autocast that are activations
-        # Storage of a cast operand -> of what it was cast from; equal casts are equal.
+        self.operands: set[int] | None = None
         self.origins: dict[int, int] = {}
-        self.references: list[StorageWeakRef] = []  # keep addresses from being given away
+        self.references: list[StorageWeakRef] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,6 +148,9 @@ class SavedTensorMode(TorchFunctionMode):
         if not torch.is_autocast_enabled(kind) or not any(self._is_exact(tensor) for tensor in tensors):
             return func(*args, **kwargs)
         dtype = torch.get_autocast_dtype(kind)
+        # Autocast casts the weight inside the matmul, and autograd saves that copy, which looks
+        # like an activation of the same shape. So cast the activations beforehand, as autocast
+        # would: only they are replaced among the tensors saved by this matmul.
         args = tuple(self._cast(each, dtype) for each in args)
         self.operands = {
             each.untyped_storage()._cdata for each in args if isinstance(each, Tensor) and not self._is_exact(each)
@@ -145,28 +173,32 @@ class SavedTensorMode(TorchFunctionMode):
         return tensor.untyped_storage()._cdata in self.exact
 
     def _held(self, tensor: Tensor) -> int:
-        """The tensor's storage, whose address no other gets in this pass."""
+        """Return the storage address of the tensor, and reserve it for this pass."""
         self.references.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor.untyped_storage()._cdata
 
     def pack(self, tensor: Tensor) -> Tensor | Restore:
-        """What autograd keeps of a tensor that it saves now: the tensor, or what gives it back."""
+        """Saved-tensor hook: return the tensor, or a function that restores it."""
         storage = tensor.untyped_storage()._cdata
         if not self.technique.takes(tensor) or storage in self.kept:
             note(tensor)
             return apart(tensor)
         if self.technique.rounds and not self._is_activation(tensor):
+            # Other operations that save this storage save it unchanged too: a second form costs
+            # memory.
             self.kept.add(self._held(tensor))
             note(tensor)
             return apart(tensor)
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))
+        # Axes in memory order: transposed tensors become contiguous, and equal memory gets one key.
         in_memory = tensor.permute(order)
         if not in_memory.is_contiguous() or (self.technique.rounds and in_memory.shape[-1] < 2):
-            # A part of something larger, or statistics.
+            # A view of a larger storage, or row statistics.
             note(tensor)
             return apart(tensor)
         origin = self.origins.get(storage, storage)
+        # _version: an in-place change between two saves makes another tensor.
         key = (origin, tensor.storage_offset(), tensor.numel(), in_memory.shape[-1:], tensor.dtype, tensor._version)
         if key not in self.stored:
             self._held(tensor)
@@ -179,7 +211,11 @@ class SavedTensorMode(TorchFunctionMode):
         return self.operands is None or tensor.untyped_storage()._cdata in self.operands
 
     def forget(self) -> None:
-        """Autograd holds on to `pack` as long as to the graph; what is stored is to go with the operation that needs it."""
+        """Drop the stored forms at the end of forward.
+
+        Autograd references `pack`, and so this object, as long as the graph. A stored form should
+        be freed with the operation that needs it.
+        """
         self.references.clear()
         self.stored.clear()
 

@@ -1,22 +1,27 @@
-"""Segments of blocks that keep the input of their first block alone; the inputs of the others are computed again in backward.
+"""Checkpointing in segments: save a segment's first input, recompute the other inputs in backward.
 
     n blocks in segments of k_0, k_1, ... k_(s-1)
 
-    forward    kept are the s inputs of segments
-    backward   of segment j: its blocks but the last run once more, each keeping its output, k_j - 1 inputs of blocks; then, from the last
-               block on, each is computed again from its input, with all that its own backward needs, and its input is given back
-    at most    max over j of (j + k_j) inputs of blocks, and one block's activations
+    forward    saves the s inputs of segments
+    backward   of segment j: run its blocks but the last again and save their outputs, k_j - 1
+               inputs of blocks; then, from the last block on, recompute each block with all
+               activations that its backward needs, and free its input
+    peak       max over j of (j + k_j) block inputs, and one block's activations
 
-What the first segments keep is still there when the last ones are computed, so each segment of "sqrt" is one block shorter than the one
-before it: k_j = p - j, the smallest p with p (p + 1) / 2 >= n. That keeps p = about sqrt(2 n) inputs, where equal segments of sqrt(n)
-blocks keep 2 sqrt(n) (Chen et al., arXiv 1604.06174), and runs as many blocks once more: all but the last of each segment.
+Inputs of the first segments are still alive when backward processes the last ones. So each segment
+of "sqrt" is one block shorter than the segment before: k_j = p - j. Here p is the smallest number
+with p (p + 1) / 2 >= n. This saves p, about sqrt(2 n), inputs. Equal segments of sqrt(n) blocks
+save 2 sqrt(n) (Chen et al., arXiv 1604.06174). Both recompute equally many blocks: all but the last
+of each segment.
 
-Who calls the blocks is not asked: a block knows that its input is what the block before it returned, by its memory and version
-(`addresses.validity`), and keeps how that one was called instead. An input that somebody changed or made in between is kept, and a
-segment begins there. Tensors that every block is given (masks, rotary tables) are kept by reference.
+The model's own loop over its blocks is unchanged. A block recognizes its input as the output of the
+block before, by memory and version (`addresses.validity`). It then saves that call instead of the
+input. If the input was changed or created in between, it is saved, and a segment begins there.
+Tensors passed to every block (masks, rotary tables) are saved by reference.
 
-A block that is called again sees what it saw: gradients on, generators and autocast of then. What it would keep for backward is thrown
-away. Parameters that fully_shard has split are gathered for it.
+A recomputed block runs with gradients enabled and with its original generators and autocast
+settings. Tensors that it saves for backward are dropped. Parameters sharded by fully_shard are
+gathered for it.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of Dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -41,7 +46,7 @@ from narrowgauge.memory.repeating import Surroundings
 
 
 def sqrt_lengths(blocks: int) -> list[int]:
-    """Blocks in each segment of "sqrt": p, p - 1, p - 2, ... as long as there are some."""
+    """Return the segment lengths of "sqrt": p, p - 1, p - 2, ... until all blocks are covered."""
     longest = 0
     while longest * (longest + 1) // 2 < blocks:
         longest += 1
@@ -53,39 +58,48 @@ def sqrt_lengths(blocks: int) -> list[int]:
 
 
 def equal_lengths(blocks: int, length: int) -> list[int]:
-    """Segments of `length` blocks; the last may be shorter."""
+    """Return segments of `length` blocks; the last may be shorter."""
     return [min(length, blocks - start) for start in range(0, blocks, length)]
 
 
 def most_inputs(lengths: list[int]) -> int:
-    """Inputs of blocks that are there at most at one moment of backward."""
+    """Return the largest number of block inputs alive at one moment of backward."""
     return max((place + length for place, length in enumerate(lengths)), default=0)
 
 
 class SegmentMember:
-    """How a block's forward is run so that backward repeats it; `before` is the one of the block before it in the same segment."""
+    """Runs a block's forward so that backward recomputes it as part of a segment.
+
+    name          of the block
+    before        the member for the preceding block of the segment, or None
+    warned        the warning about a changed input was given
+    output_bytes  bytes of the block's last output
+    """
 
     def __init__(self, name: str, before: SegmentMember | None) -> None:
         self.name, self.before = name, before
         self.warned = False
-        self.output_bytes = 0  # of what its block returned the last time that is computed again for the next one
+        self.output_bytes = 0
         self._last: weakref.ref[Call] | None = None
 
     def __call__(
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What `forward` returns, of which backward keeps how it was called."""
+        """Run `forward` and return its output; backward repeats the call."""
         return self._eagerly(torch.compiler.is_compiling(), block, forward, args, kwargs)
 
     @_disable_dynamo
     def _eagerly(
         self, is_traced: bool, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
-        """Between two graphs of a compiled model."""
+        """Run between two graphs if the model is compiled."""
+        # Raised here, outside of traced code: Dynamo swallows errors of traced code and runs
+        # eagerly.
         if is_traced and not is_compiled(block):
             raise ConfigError(
                 f"checkpoint: {self.name} is in a segment of blocks, which code compiled for a whole model cannot repeat one by one. "
-                "Call narrowgauge.memory.compile_blocks(model), which compiles each; or take 'full' or 'selective'."
+                "Call narrowgauge.memory.compile_blocks(model), which compiles each; or take 'full' or 'selective'.",
+                code="checkpointing.compiled",
             )
         previous = self.before.last() if self.before is not None else None
         call = Call(block, forward, args, kwargs, previous)
@@ -96,7 +110,9 @@ class SegmentMember:
                 stacklevel=2,
             )
         self._last = weakref.ref(call)
-        live: list[Any] = [(args, kwargs)]  # for the first time; backward has none of them
+
+        # Popped by the first call: the checkpoint's closure must not keep the arguments alive.
+        live: list[Any] = [(args, kwargs)]
 
         def once() -> Any:
             if not live:
@@ -104,26 +120,28 @@ class SegmentMember:
             given, named = live.pop()
             return forward(*given, **named)
 
+        # A function without arguments: torch saves nothing, and `once` fetches the inputs in
+        # backward. Saved-tensor hooks that mark an input as recomputable were not needed.
         found = torch_checkpoint(once, use_reentrant=False, preserve_rng_state=False)
         self.output_bytes = call.returned(found)
         return found
 
     def last(self) -> Call | None:
-        """The call of its block that is the latest, if anything needs it still."""
+        """Return the latest call of its block, if it is still referenced."""
         return None if self._last is None else self._last()
 
     def __reduce__(self) -> Any:
-        """Copies and pickles know of no calls."""
+        """Copy and pickle without calls."""
         return SegmentMember, (self.name, self.before)
 
 
 class Call:
-    """One call of a block, to be repeated.
+    """One call of a block, to be repeated in backward.
 
-    Its tensors are kept, or are outputs of the call before it. A call holds those before it alone: nothing that comes later in the
-    graph, which would keep itself alive.
+    Its tensor arguments are saved, or are outputs of the preceding call. A call references earlier
+    calls only. A reference to a later part of the graph would keep the graph alive forever.
 
-    continues  whether its input is an output of the call before it
+    continues  True if an argument is an output of the preceding call
     """
 
     def __init__(
@@ -134,7 +152,9 @@ class Call:
         tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         self._others = {place: leaf for place, leaf in enumerate(leaves) if place not in tensors}
         self._requires = {place: leaf.requires_grad for place, leaf in tensors.items()}
-        self._from: dict[int, int] = {}  # place of a leaf -> which output of the call before it
+        # Position of an argument leaf -> index of the preceding call's output.
+        self._from: dict[int, int] = {}
+
         if previous is not None:
             for place, leaf in tensors.items():
                 if leaf.requires_grad and (output := previous._which(leaf)) is not None:
@@ -145,20 +165,23 @@ class Call:
         self._keeper = _keep([tensors[place] for place in self._kept])
         self._then = Surroundings(tensors.values())
         self._returned: dict[int, tuple[StorageWeakRef, Key]] = {}
-        self._values: dict[int, Tensor] = {}  # outputs that were computed again, for who has asked
+        # Recomputed outputs, for later calls whose arguments they are.
+        self._values: dict[int, Tensor] = {}
         self._wanted: set[int] = set()
 
     def returned(self, output: Any) -> int:
-        """Notes what the call returned, to know it again; -> its bytes."""
+        """Record the outputs, to recognize them as inputs of the next block; return their bytes."""
         nbytes = 0
         for place, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad and (key := validity(leaf)) is not None:
+                # A weak reference: outputs are freed as without checkpointing. Address and version
+                # alone could match a new tensor in freed memory.
                 self._returned[place] = StorageWeakRef(leaf.untyped_storage()), key
                 nbytes += leaf.nbytes
         return nbytes
 
     def _which(self, tensor: Tensor) -> int | None:
-        """Which of its outputs the tensor is, unchanged."""
+        """Return the index of the output that the tensor is, unchanged; else None."""
         key = validity(tensor)
         for place, (storage, known) in self._returned.items():
             if key == known and not storage.expired():
@@ -167,7 +190,7 @@ class Call:
         return None
 
     def repeat(self) -> Any:
-        """What the block returns, computed again, from inputs that are given away."""
+        """Recompute the block's output, freeing the recomputed inputs."""
         return self._again(self._inputs(takes=True))
 
     def _again(self, leaves: list[Any]) -> Any:
@@ -176,7 +199,10 @@ class Call:
             return self.forward(*args, **kwargs)
 
     def _inputs(self, takes: bool) -> list[Any]:
-        """The leaves of its arguments. takes: outputs of the call before it are not needed once more."""
+        """Return the leaves of the arguments.
+
+        takes  free the preceding call's outputs, since they are not needed again
+        """
         found = dict(self._others)
         if self._keeper is not None:
             kept = self._keeper.saved_tensors
@@ -189,13 +215,15 @@ class Call:
                 for output in set(self._from.values()):
                     del self._previous._values[output]
         for place, requires in self._requires.items():
+            # As in forward: detach cleared the flag.
             found[place].requires_grad_(requires)
         return [found[place] for place in range(len(found))]
 
     def _compute(self, outputs: set[int]) -> None:
-        """Computes the outputs again, with those of the calls before it."""
+        """Recompute these outputs, after the outputs of all preceding calls."""
         waiting: list[Call] = []
         call: Call | None = self
+        # Walk back to the nearest call whose outputs exist, then recompute forward from there.
         while call is not None and not outputs <= call._values.keys():
             waiting.append(call)
             outputs, call = set(call._from.values()), call._previous
@@ -203,6 +231,8 @@ class Call:
             each._compute_outputs()
 
     def _compute_outputs(self) -> None:
+        # Gradients stay enabled although the saved tensors are dropped. With no_grad, layers would
+        # take other paths (amax histories, caches, random numbers) and draw other numbers.
         with _gathered(self.block), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
             leaves = tree_leaves(self._again(self._inputs(takes=False)))
         self._values = {place: leaves[place].detach() for place in self._wanted}
@@ -217,7 +247,7 @@ def _refuse(nothing: None) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps tensors as an operation of the graph would: hooks for saved tensors see them, and changes in place are noticed."""
+    """Save tensors in an autograd node: saved-tensor hooks see them, in-place changes raise errors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -230,16 +260,17 @@ class _Keep(torch.autograd.Function):
 
 
 def _keep(tensors: list[Tensor]) -> Any:
-    """What has the tensors as `saved_tensors`; None without any."""
+    """Return a graph node with the tensors as `saved_tensors`; None if there are none."""
     if not tensors:
         return None
+    # The node exists only if an input requires gradients; the saved tensors need not.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     return _Keep.apply(anchor, *tensors).grad_fn
 
 
 @contextmanager
 def _gathered(block: Any) -> Iterator[None]:
-    """The block's parameters are whole: of fully_shard a part is there, and its hooks are not on this way."""
+    """Unshard a block of fully_shard; its hooks do not run here, since `forward` is called directly."""
     if not (hasattr(block, "unshard") and hasattr(block, "reshard")):
         yield
         return

@@ -1,11 +1,13 @@
-"""Checkpointing that keeps the outputs of matrix products and of attention and computes the rest of a block again.
+"""Selective checkpointing: save outputs of matmuls and attention, recompute the rest of a block.
 
-Seen are torch's operations (a dispatch mode) and the `output` products of Linears with a recipe, whatever kernel computes them
-(nn.kept_products): of those the result of the whole Linear is kept, not what torch's operations inside it return. In the repetition
-such a Linear casts only what its backward needs.
+A dispatch mode observes torch's operations. Linears with a recipe report their `output` GEMM
+themselves (nn.kept_products), whichever kernel computes it. The Linear's result is saved, and torch
+operations inside it are ignored. During recomputation such a Linear quantizes only the operands
+that its backward needs.
 
-Products are kept in the order in which they come; the repetition takes them in that order. Attention with dropout is not kept: it
-would not draw, and all later draws would differ. Where torch.compile traces, its partitioner keeps them: torch's own contexts.
+Saved outputs form a queue; recomputation takes them in the same order. Attention with dropout is
+recomputed: reusing its output would skip its random numbers and shift all later ones. Under
+torch.compile the partitioner saves the outputs, by torch's own selective contexts.
 """
 
 from __future__ import annotations
@@ -24,25 +26,27 @@ from narrowgauge.memory.measure import note
 from narrowgauge.memory.repeating import checkpointed
 from narrowgauge.nn.kept_products import KEEPER
 
-# Operations whose outputs are kept; a release of torch may lack some.
+# Not every release of torch has all of them.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "_grouped_mm", "convolution")
 _ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 _ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
 KEPT_OPERATIONS = frozenset(
     getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION) if hasattr(torch.ops.aten, name)
 )
-# Our own, by name, since each is defined where it is first wanted.
+# This package's operators, by name: each is defined on first use.
 _OURS = frozenset(f"narrowgauge::{name}" for name in ("block_mm", "scaled_mm", "int4_mm"))
 
 
 def selectively(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a block's forward so that backward repeats it but for products and attention."""
+    """Run a block's forward so that backward recomputes it, except matmuls and attention."""
     return checkpointed(forward, args, kwargs, _contexts)
 
 
 def _contexts() -> Any:
     if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(_policy)
+    # torch's own contexts count every operation of a kind. A Linear that reuses its saved result
+    # skips some operations, so eager mode has its own queue.
     kept: deque[tuple[Any, Any]] = deque()
     return _Keep(kept), _Give(kept)
 
@@ -52,12 +56,16 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 class _Watch(TorchDispatchMode):
-    """kept: (operation, or None of a Linear with a recipe; its output), first in, first out."""
+    """Dispatch mode that intercepts matmuls and attention.
+
+    kept  queue of (operation, or None for a Linear with a recipe; (output, versions))
+    """
 
     def __init__(self, kept: deque[tuple[Any, Any]]) -> None:
         super().__init__()
         self.kept = kept
-        self.is_inside = False  # a Linear with a recipe, which speaks for itself
+        # Inside of a Linear with a recipe, which reports its own result.
+        self.is_inside = False
         self._tokens: list[Any] = []
 
     def __enter__(self) -> Any:
@@ -88,11 +96,12 @@ class _Watch(TorchDispatchMode):
 
 
 class _Keep(_Watch):
-    """The forward pass."""
+    """Forward pass: save the outputs."""
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
-        # Below autograd a detached tensor has a version of its own, unless this key is let in: a change in place would not be seen.
+        # Below autograd, detach() creates a new version counter unless ADInplaceOrView is enabled.
+        # The shared counter is needed to detect in-place changes.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._put(func, tree_map_only(Tensor, Tensor.detach, found))
         return found
@@ -107,12 +116,13 @@ class _Keep(_Watch):
 
     def _put(self, func: Any, output: Any) -> None:
         tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        note(*tensors)  # hooks for saved tensors do not see them
+        # Saved-tensor hooks do not see this queue.
+        note(*tensors)
         self.kept.append((func, (output, [each._version for each in tensors])))
 
 
 class _Give(_Watch):
-    """The repetition."""
+    """Recomputation: return the saved outputs."""
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._take(func)
@@ -132,6 +142,7 @@ class _Give(_Watch):
                 f"checkpoint: backward asks for the output of {name}, which is not kept (any more). Under 'selective' a graph has one "
                 "backward pass: take 'full' for retain_graph=True."
             )
+        # Popped: a saved output is freed as soon as recomputation has used it.
         was, (output, versions) = self.kept.popleft()
         if was is not func:
             raise RuntimeError(

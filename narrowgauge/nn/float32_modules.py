@@ -131,7 +131,8 @@ def _named(model: nn.Module, keep: tuple[str, ...]) -> list[str]:
             if not below:
                 raise ConfigError(
                     f"keep_float32: {entry!r} names no module with weights. Closest: {closest(entry, [*KINDS, *own]) or 'none'}. "
-                    f"It is one of {', '.join(KINDS)}, or a pattern of names."
+                    f"It is one of {', '.join(KINDS)}, or a pattern of names.",
+                    code="pattern.no-match",
                 )
             found |= below
     return [name for name in own if name in found]

@@ -128,7 +128,8 @@ class FrozenWeight(LayerState):
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         if any(each.is_meta for each in self.buffers()):
             raise ConfigError(
-                "The codes of a frozen weight are on the meta device, without numbers. Load the weights first, and freeze then."
+                "The codes of a frozen weight are on the meta device, without numbers. Load the weights first, and freeze then.",
+                code="freeze.meta-device",
             )
         return super()._apply(fn, recurse)
 
@@ -209,7 +210,8 @@ class FrozenWeight(LayerState):
         if weight.requires_grad:
             raise ConfigError(
                 f"A weight {list(weight.shape)} is to train, but was frozen as {self.cast.format} codes. Call narrowgauge.memory.thaw("
-                "model, patterns) first, which gives back what they decode to, and requires_grad_() then."
+                "model, patterns) first, which gives back what they decode to, and requires_grad_() then.",
+                code="freeze.trains",
             )
 
     def lookup(self, operand: Operand) -> Casts:

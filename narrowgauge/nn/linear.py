@@ -144,7 +144,8 @@ class QLinear(nn.Linear):
         if self.frozen is not None and not self.frozen.serves(recipe):
             raise ConfigError(
                 f"QLinear.recipe: the weight was frozen as codes of recipe {self._recipe and self._recipe.name!r}, which no other recipe "
-                "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to."
+                "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to.",
+                code="freeze.other-recipe",
             )
 
     def compute_as(self, recipe: Recipe | None) -> None:

@@ -54,18 +54,21 @@ class Locals:
         if isinstance(state, DTensor):
             raise ConfigError(
                 "linear: windows or learned steps of a recipe are DTensors, as distribute_module makes of all buffers of a model. "
-                "Parallelise with parallelize_module, which leaves them alone, or convert afterwards."
+                "Parallelise with parallelize_module, which leaves them alone, or convert afterwards.",
+                code="linear.distributed-buffers",
             )
         if not isinstance(x, DTensor) or not isinstance(weight, DTensor):
             named = ("x", "weight") if isinstance(x, DTensor) else ("weight", "x")
             raise ConfigError(
                 f"linear: {named[0]} is a DTensor and {named[1]} is not. Parallelise the layer with a style that turns both into "
-                "DTensors, as ColwiseParallel and RowwiseParallel do, or hand it local tensors."
+                "DTensors, as ColwiseParallel and RowwiseParallel do, or hand it local tensors.",
+                code="linear.mixed-dtensors",
             )
         self.mesh: DeviceMesh = weight.device_mesh
         if x.device_mesh != self.mesh:
             raise ConfigError(
-                f"linear: x lies on {x.device_mesh}, weight on {self.mesh}. Redistribute x to the mesh of the weight."
+                f"linear: x lies on {x.device_mesh}, weight on {self.mesh}. Redistribute x to the mesh of the weight.",
+                code="linear.mesh",
             )
         last = x.ndim - 1
         laid = [_laid(each, its, last) for each, its in zip(x.placements, weight.placements, strict=True)]
@@ -90,7 +93,9 @@ class Locals:
 
     def _bias(self, bias: Tensor, token_axes: tuple[bool, ...]) -> Tensor:
         if not isinstance(bias, DTensor):
-            raise ConfigError("linear: weight is a DTensor and bias is not. Distribute both.")
+            raise ConfigError(
+                "linear: weight is a DTensor and bias is not. Distribute both.", code="linear.bias-placement"
+            )
         own = self.summed(local_part(bias, bias.placements), token_axes)
         others = [its.is_partial() and self.mesh.get_local_rank(axis) > 0 for axis, its in enumerate(self.placements)]
         return _Zeros.apply(own) if any(others) else own
@@ -136,7 +141,8 @@ def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placem
     if not weight.is_replicate():
         raise ConfigError(
             f"linear: the weight lies as {weight!r} on an axis of the mesh; a Linear multiplies by Shard(0), Shard(1) or Replicate. "
-            "Redistribute it, or parallelise the layer with ColwiseParallel or RowwiseParallel."
+            "Redistribute it, or parallelise the layer with ColwiseParallel or RowwiseParallel.",
+            code="linear.weight-placement",
         )
     if x.is_shard() and not x.is_shard(last):
         return x, x, x

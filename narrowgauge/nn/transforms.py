@@ -46,18 +46,21 @@ def refuse_active(
     if torch._C._are_functorch_transforms_active():
         raise TransformError(
             f"{what}: {rule} has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute "
-            f"inside {_SUSPENDED}."
+            f"inside {_SUSPENDED}.",
+            code="transform.functorch",
         )
     if torch._C._is_tracing():
         raise TransformError(
-            f"{what}: torch.jit.trace cannot record {rule}. Use torch.export, or trace inside {_SUSPENDED}."
+            f"{what}: torch.jit.trace cannot record {rule}. Use torch.export, or trace inside {_SUSPENDED}.",
+            code="transform.jit-trace",
         )
     if forward_ad._current_level >= 0:
         for name, tensor in operands.items():
             if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise TransformError(
                     f"{what}: {rule} has no rule for forward-mode AD, and {name} has a tangent. Use backward, or compute inside "
-                    f"{_SUSPENDED}."
+                    f"{_SUSPENDED}.",
+                    code="transform.forward-mode",
                 )
     proxies, functional = (torch._C._get_dispatch_mode(key) for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL))
     # AOTAutograd traces in functional mode, with the weights as graph inputs. The graph is right
@@ -67,7 +70,8 @@ def refuse_active(
     ):
         raise TransformError(
             f"{what}: make_fx would record the noise, casts and amax of one call as constants of its graph. Use torch.export or "
-            f"torch.compile, or trace inside {_SUSPENDED}."
+            f"torch.compile, or trace inside {_SUSPENDED}.",
+            code="transform.make-fx",
         )
 
 
@@ -89,13 +93,17 @@ def leaf(layer: nn.Module, x: Any) -> Any:
     """
     kind = type(layer).__name__
     if not isinstance(x, torch.fx.Proxy):
-        raise ShapeError(f"linear: x is a {type(x).__name__}; it must be a dense tensor of floats. Convert it first.")
+        raise ShapeError(
+            f"linear: x is a {type(x).__name__}; it must be a dense tensor of floats. Convert it first.",
+            code="linear.x-type",
+        )
     tracer = x.tracer
     path = tracer.path_of_module(layer) if isinstance(tracer, torch.fx.Tracer) else ""
     if not path:
         raise TransformError(
             f"{kind}: torch.fx can call a layer with a recipe, and has no graph of what is inside. Trace the model that holds it, or "
-            f"trace inside {_SUSPENDED}."
+            f"trace inside {_SUSPENDED}.",
+            code="transform.fx",
         )
     return tracer.create_proxy("call_module", path, (x,), {})
 
@@ -106,7 +114,8 @@ def refuse_script(layer: nn.Module) -> NoReturn:
     # model's own table of modules: the model would lose its layer.
     raise TransformError(
         f"{type(layer).__name__}: torch.jit.script cannot compile a recipe. Script a copy without: "
-        "narrowgauge.convert(copy.deepcopy(model), None). Or use torch.export."
+        "narrowgauge.convert(copy.deepcopy(model), None). Or use torch.export.",
+        code="transform.script",
     )
 
 
@@ -119,7 +128,8 @@ def refuse_qconfig(layer: nn.Module, qconfig: object) -> None:
         return
     raise TransformError(
         f"{type(layer).__name__}: torch.ao.quantization quantizes nn.Linear and nn.Embedding, and would skip this layer. "
-        "Give it narrowgauge.convert(copy.deepcopy(model), None)."
+        "Give it narrowgauge.convert(copy.deepcopy(model), None).",
+        code="transform.quantization",
     )
 
 
@@ -128,9 +138,13 @@ def refuse_backward(what: str, way_on: str) -> NoReturn:
     if not torch.is_grad_enabled():
         raise TransformError(
             f"backward: {what} takes one gradient at a time, and vmap (is_grads_batched=True, vectorize=True) gives many. Call backward "
-            f"for each. {way_on}"
+            f"for each. {way_on}",
+            code="transform.batched-gradient",
         )
-    raise TransformError(f"backward: {what} has no second derivatives, and create_graph=True asks for them. {way_on}")
+    raise TransformError(
+        f"backward: {what} has no second derivatives, and create_graph=True asks for them. {way_on}",
+        code="transform.second-derivative",
+    )
 
 
 def explained(error: RuntimeError, *tensors: Tensor | None) -> RuntimeError:
@@ -139,5 +153,6 @@ def explained(error: RuntimeError, *tensors: Tensor | None) -> RuntimeError:
         return error
     return TransformError(
         "linear: the layer or its input was made inside torch.inference_mode, and such tensors cannot be trained. Copy the model "
-        "outside of it, or compute inside `with torch.inference_mode():`."
+        "outside of it, or compute inside `with torch.inference_mode():`.",
+        code="transform.inference-tensor",
     )

@@ -100,7 +100,8 @@ def carry(
         old_form, new_form = form_of(source, old, before[old]), form_of(target, new, after[new])
         if old_form.rule.name != new_form.rule.name:
             raise ConfigError(
-                f"carry: the state of {old_form.rule.name!r} means nothing to {new_form.rule.name!r}. Keep the rule."
+                f"carry: the state of {old_form.rule.name!r} means nothing to {new_form.rule.name!r}. Keep the rule.",
+                code="optim.other-rule",
             )
         kept = source.state.get(old, {})
         found.states += bool(kept)

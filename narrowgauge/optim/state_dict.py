@@ -36,7 +36,7 @@ def refuse_state(
         if shards.sum_over_mesh(bad, sharded) > 0:
             reason = reason or f"{kind}: another rank refused its part of the saved state, and says why."
     if reason:
-        raise CheckpointError(reason)
+        raise CheckpointError(reason, code="optim.state")
 
 
 def _reasons(

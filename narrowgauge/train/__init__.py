@@ -1,1 +1,4 @@
-"""A training run: its configuration, loop, checkpoints, metrics and run folder. Importing it imports nothing else."""
+"""Training runs: configuration, loop, checkpoints, metrics and run folder.
+
+Importing this package imports nothing else.
+"""

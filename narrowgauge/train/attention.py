@@ -1,10 +1,14 @@
-"""Attention in float32, for a CPU without bfloat16 instructions; without a mask, for a GPU that reads whole rows; a softmax in float32.
+"""Attention variants for transformers models: in float32, without a mask, with a float32 softmax.
 
-PyTorch's attention (sdpa) and flash attention compute their softmax in float32 inside. Eager code rounds it to the type of its scores
-where it does not say float32: there a mode of torch's widens what is given to a softmax, and rounds what it gives.
+float32 attention is for CPUs without bfloat16 instructions, attention without a mask for GPUs.
 
-On such a CPU PyTorch's bfloat16 attention is the slower one: its backward took three times as long as float32's in a single reading. The
-inputs are those of the 16-bit computation, the result is rounded to its dtype; what lies between is more exact, not less.
+PyTorch's scaled dot-product attention (sdpa) and flash attention compute their softmax in float32
+internally. Eager attention code computes it in the dtype of the scores unless it asks for float32.
+A TorchFunctionMode then casts the scores to float32 and rounds the result once.
+
+On such a CPU, PyTorch's bfloat16 attention is slower than float32: its backward took three times as
+long in a single measurement. float32 attention gets the inputs of the 16-bit computation, and its
+result is rounded to the 16-bit dtype. Only the values in between are more exact.
 """
 
 import sys
@@ -27,9 +31,15 @@ FLOAT32_WHOLE_ROWS = "narrowgauge_float32_whole_rows"
 def float32_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [batch, heads, tokens, width] -> [batch, tokens, heads, width]."""
+    """Attention in float32, for transformers' attention interface.
+
+    query  [batch, heads, tokens, head_dim], as are key and value
+    ->     ([batch, tokens, heads, head_dim] in the dtype of query, None)
+    """
+    # Autocast would cast the float32 inputs back to 16 bits.
     with torch.autocast(query.device.type, enabled=False):
-        options = {name: _wide(value) for name, value in options.items()}  # T5's position_bias among them
+        # T5 passes its position_bias here
+        options = {name: _wide(value) for name, value in options.items()}
         mask = _wide(attention_mask)
         out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, **options)
     return out.to(query.dtype), None
@@ -39,7 +49,7 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-# Attention -> the name of the same one for whole rows, and what computes it.
+# Attention name -> (name of the variant without a mask, its function).
 WITHOUT_MASK = {
     "sdpa": (WHOLE_ROWS, sdpa_attention_forward),
     FLOAT32_ATTENTION: (FLOAT32_WHOLE_ROWS, float32_attention),
@@ -47,14 +57,17 @@ WITHOUT_MASK = {
 
 
 def use_float32_attention(model: Any) -> None:
-    """Switches a transformers model to it."""
+    """Switches a transformers model to float32 attention, with sdpa's mask."""
     AttentionInterface.register(FLOAT32_ATTENTION, float32_attention)
     AttentionMaskInterface.register(FLOAT32_ATTENTION, sdpa_mask)
     model.set_attn_implementation(FLOAT32_ATTENTION)
 
 
 class _WideSoftmax(TorchFunctionMode):
-    """A softmax of 16 bits is computed in float32 and rounded once; one that is told its type is left alone."""
+    """Computes every 16-bit softmax in float32 and rounds it once.
+
+    Calls with an explicit dtype are unchanged.
+    """
 
     FUNCTIONS = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
@@ -67,14 +80,18 @@ class _WideSoftmax(TorchFunctionMode):
 
 
 def eager_attention(module: nn.Module, *given: Any, **options: Any) -> Any:
-    """The eager attention beside the module's class, with its softmax in float32."""
+    """The eager attention of the layer's own modeling file, with its softmax in float32."""
+    # transformers has one eager_attention_forward per modeling file.
     own = sys.modules[type(module).__module__].eager_attention_forward
     with _WideSoftmax():
         return own(module, *given, **options)
 
 
 def use_float32_softmax(model: Any) -> None:
-    """Switches a transformers model of eager attention to that one; others compute it in float32 anyway."""
+    """Switches a transformers model with eager attention to a float32 softmax.
+
+    Other attentions use one already.
+    """
     if model.config._attn_implementation != "eager" or not _has_interface(model):
         return
     AttentionInterface.register(EAGER, eager_attention)
@@ -83,7 +100,7 @@ def use_float32_softmax(model: Any) -> None:
 
 
 def softmax_words(model: Any) -> str:
-    """In which type attention computes its softmax, a sentence."""
+    """A sentence on the dtype of the attention softmax."""
     kind = model.config._attn_implementation
     if kind == "eager":
         return "Softmax of attention: as the model's own code has it, which takes no other attention."
@@ -91,21 +108,26 @@ def softmax_words(model: Any) -> str:
 
 
 def _has_interface(model: Any) -> bool:
-    """Whether all attentions of the model look their function up, and have an eager one beside their class."""
+    """True if the model's attention function can be replaced by name.
+
+    All attention layers must look it up by name and have an eager function beside their class.
+    """
     found = [each for each in model.modules() if hasattr(sys.modules[type(each).__module__], "eager_attention_forward")]
     return bool(found) and bool(getattr(model, "_supports_attention_backend", False))
 
 
 def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool:
-    """Switches a causal transformers model to its attention without a mask, where all batches are like this one: whole rows.
+    """Switches a causal model to attention without a mask, if all batches have whole rows.
 
-    PyTorch's, or the one in float32.
+    batch  an example of all batches
 
-    Else transformers (5.17 to 5.23, masking_utils) looks in each forward pass whether positions begin anew within a row, for which a
-    GPU is waited for. Where it cannot look, while a CUDA graph is captured or torch.compile traces, it makes a mask of all tokens by
-    all tokens, which flash attention does not take. An attention that has no mask function registered is given none.
+    Applies to sdpa and to `float32_attention`. Returns False and changes nothing for padded or
+    packed batches, and for models with local attention.
 
-    False, and nothing changed, for padded and packed batches, and for models that do not look at all tokens before.
+    By default transformers (5.17 to 5.23, masking_utils) checks in each forward pass for positions
+    that restart within a row, which waits for the GPU. During CUDA graph capture and under
+    torch.compile it cannot check, and builds a mask of tokens x tokens instead. Flash attention
+    does not accept this mask. An attention without a registered mask function gets no mask at all.
     """
     config = model.config
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -117,6 +139,8 @@ def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool
     if config._attn_implementation not in WITHOUT_MASK:
         return False
     name, attention = WITHOUT_MASK[config._attn_implementation]
+    # No AttentionMaskInterface.register: without it transformers passes no mask, and sdpa uses
+    # is_causal.
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
     return True

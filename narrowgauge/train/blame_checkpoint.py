@@ -1,4 +1,4 @@
-"""Blame at a checkpoint of a run that has ended, or was stopped: `blame_run` of the run as it stood there, which writes nothing."""
+"""Blame at a checkpoint: `blame_run` on a run that has ended or was stopped. Writes nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def blame_checkpoint(
     confirm: int = CONFIRMED,
     baseline: Blame | Baseline | None = None,
 ) -> Blame:
-    """What `blame_run` finds there; nobody may train the run in the meantime.
+    """Result of `blame_run` at a checkpoint. No other process can train the run meanwhile.
 
-    device    "" as the run had it
-    baseline  a healthy step; None: the last one that the run has logged before
+    device    "": the device in the run's settings
+    baseline  a step without suspects; None: the last one that the run logged before this checkpoint
 
-    Raises as `blame_run` and `reopen.reopened`: without a checkpoint, while it is trained, and where data or model are others.
+    Raises like `blame_run` and `reopen.reopened`: without a checkpoint, while the run is being
+    trained, and for another model or other data.
     """
     config = settings_of(place.run)
     config, task = prepare(config)

@@ -1,15 +1,17 @@
-"""Blame in a run: which products are inaccurate at its present step, and whether the loss comes back with them in 16 bits.
+"""Blame in a run: finds inaccurate matmuls at the present step, and tests them in 16 bits.
 
     from narrowgauge.train.blamed import blame_run
-    found = blame_run(trainer, show)                 on an alarm of the guard, say
+    found = blame_run(trainer, show)                 for example on an alarm of the guard
 
-The step that would come next is observed with its own batch (diagnose.blame). The first suspects are confirmed by stretches of steps that
-do not count (train.stretch), all from the same state on the same batches: the recipe as it is, 16 bits everywhere, 16 bits in another order
-of summation for the noise, and 16 bits in each suspect alone. Everything is put back to the bit; an event `blame` says what was found.
+The next step is observed with its own batch (diagnose.blame). Probes (train.stretch) confirm the
+first suspects. All probes start from the same state and use the same batches: the recipe, 16 bits
+everywhere, 16 bits with another order of summation as a control, and the recipe with one suspect in
+16 bits. The run's state is restored bit for bit, and an event `blame` records the result.
 
-    gap        mean loss of the second half of a stretch, less that of 16 bits everywhere
-    hurts      the gap of the recipe is above NOISE times that of the control (or its numbers end), and a suspect alone takes away half of
-               it, or of several suspects its part of half
+    gap        mean loss of the second half of a probe, minus the same mean with 16 bits everywhere
+    hurts      the recipe's gap exceeds NOISE times the control's gap (or the recipe's loss is not
+               finite), and a suspect alone in 16 bits removes COMES_BACK (half) of this gap. Each
+               of several suspects together has to remove its share of this half
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from narrowgauge.train.loss import Objective
 from narrowgauge.train.parallel.step import targets_of_ranks
 from narrowgauge.train.stretch import Stretch, stretch, undone
 
-STEPS = 50  # of a stretch
+STEPS = 50  # length of a probe
+# Fewer steps confirm nothing
 SHORTEST = 8
 NOISE = 3.0
-SMALLEST_GAP = 1e-4  # nats: below it nothing is said to hurt
+SMALLEST_GAP = 1e-4  # nats; a smaller gap is never blamed on a suspect
 COMES_BACK = 0.5
 
 
@@ -49,19 +52,24 @@ def blame_run(
     confirm: int = CONFIRMED,
     where: str | Path = "host",
 ) -> Blame:
-    """Observes the next step of a Trainer, confirms the first suspects, logs an event, and leaves the run as it was.
+    """Observes the next step of a Trainer, confirms the first suspects and logs an event.
 
-    show      a Console, which is told what was found; None: nobody is
-    steps     of a stretch; fewer where the run ends before
-    baseline  a healthy step; None: the last one that the run has logged without a suspect, else others of the kind
-    confirm   suspects that are confirmed; 0: none
-    where     as `Fork` keeps its copy of the state: "host", or a folder
+    Restores the run.
 
-    Every rank calls it. ConfigError for a pipeline, whose stages see micro-batches of each other, and for what cannot be observed.
+    show      Console for the findings; None: print nothing
+    steps     length of a probe, shorter near the end of the run
+    baseline  a step without suspects; None: the last one that the run has logged, else layers of
+              the same kind
+    confirm   number of suspects to confirm; 0: none
+    where     place of the state's copy, as for `Fork`: "host" or a folder
+
+    Every rank calls it. Raises ConfigError for a pipeline, whose stages see micro-batches of each
+    other, and for steps that cannot be observed.
     """
     if trainer.parallel.pipeline is not None:
         raise ConfigError(
-            "blame: a rank of a pipeline has a stage of the model alone. Blame a copy of the run that has no pp."
+            "blame: a rank of a pipeline has a stage of the model alone. Blame a copy of the run that has no pp.",
+            code="blame.pipeline",
         )
     with undone(trainer, where):
         compute = _next_step(trainer)
@@ -75,6 +83,8 @@ def blame_run(
     if (
         suspects
         and (number := min(steps, trainer.config.steps - trainer.step)) >= SHORTEST
+        # Captured graphs replay the recipe's kernels, so probes of other recipes are impossible:
+        # compare gradients instead.
         and not trainer.config.cuda_graph
     ):
         confirmations = by_stretches(trainer, suspects, number, where)
@@ -92,7 +102,10 @@ def blame_run(
 
 
 def _next_step(trainer: Any) -> Callable[[], None]:
-    """Forward and backward of the step that comes next, uncompiled, so that observers see it. Inside `undone`."""
+    """Returns a function that runs forward and backward of the next step. Call inside `undone`.
+
+    It runs the uncompiled model, so that observers see every matmul.
+    """
     drawn = trainer.feed.draw(trainer.step)
     targets, _ = targets_of_ranks(drawn, trainer.step + 1, trainer.stop, trainer.ranks)
     whole = Objective(trainer.model, trainer.task.options)
@@ -112,7 +125,10 @@ def _next_step(trainer: Any) -> Callable[[], None]:
 def by_stretches(
     trainer: Any, suspects: tuple[Finding, ...], steps: int, where: str | Path = "host"
 ) -> list[Confirmation]:
-    """One for each suspect alone; if none of several does it, one for all of them together."""
+    """Confirms suspects by probes, one result per suspect.
+
+    If each of several suspects is too little alone, a last probe has all suspects in 16 bits.
+    """
     taken = partial(stretch, trainer, steps, where=where)
     narrow, wide = taken(_as_it_is), taken(suspended)
     control = taken(suspended, other_order=True)
@@ -137,6 +153,7 @@ def by_stretches(
                 tuple(each.name for each in group), None, f"its stretch was cut short by {own.ended}", numbers
             )
         left = _level(own) - level
+        # A loss that becomes finite counts as all of the gap, a loss that does not as nothing.
         back = 1.0 if narrow.lost and not own.lost else 0.0 if own.lost or narrow.lost else 1 - abs(left) / abs(gap)
         words = f"in {steps} steps with {'it' if len(group) == 1 else 'them'} alone in 16 bits "
         if narrow.lost:
@@ -162,7 +179,7 @@ def _as_it_is(model: nn.Module) -> Any:
 
 
 def _level(seen: Stretch) -> float:
-    """Mean loss of its second half."""
+    """Mean loss of the second half of a probe."""
     losses = seen.losses
     return statistics.fmean(losses[len(losses) // 2 :]) if losses else 0.0
 
@@ -171,7 +188,10 @@ def _level(seen: Stretch) -> float:
 
 
 def event(found: Blame) -> dict[str, Any]:
-    """What metrics.jsonl says: suspects with the numbers behind them, and the errors of all operands, by which a later step is judged."""
+    """Fields of the `blame` event: suspects with their numbers, and the errors of all operands.
+
+    Later steps use these errors as their baseline.
+    """
     told = found.as_dict()
     return {
         "suspects": told["suspects"],
@@ -186,7 +206,7 @@ def event(found: Blame) -> dict[str, Any]:
 
 
 def logged_baseline(metrics: Path, step: int) -> Baseline | None:
-    """The errors that the last `blame` without suspects has logged, at a step before this one; None without one."""
+    """Operand errors of the last `blame` event without suspects before `step`, or None."""
     healthy = [
         each
         for each in read_metrics(metrics)

@@ -1,13 +1,20 @@
-"""A branch: a run that goes on from a checkpoint of another one, its parent, under another recipe, precision or other states.
+"""Branch: a run that continues from a checkpoint of another run under other numerics.
 
-    carried exactly      weights (of 16-bit ones with their masters), the place in the data, generators, the step number and with it
-                         the learning rate, the loss scale
-    carried by value     moments and masters that the branch keeps in other formats (`optim.carried`)
-    carried if it fits   amax windows, learned steps, readings of samplers: where the layer's recipe still has the same; else new
+Recipe, precision and formats of the optimizer states may differ from its parent, the other run.
 
-A branch with the settings of its parent has the bits of the parent going on. It begins by writing a checkpoint of its own, from which it
-starts as any run resumes: so it is killed and resumed as any run, on any number of ranks, and needs its parent no more. While it begins,
-both models are in the host's memory.
+    copied exactly        weights (16-bit weights with their masters), position in the data,
+                          generators, step number (and with it the learning rate), loss scale
+    converted by value    moments and masters that the branch stores in other formats
+                          (`optim.carried`)
+    copied if compatible  amax histories, learned steps, sampler statistics: if the layer's recipe
+                          uses the same, else they start fresh
+
+A branch with the parent's settings is bit-identical to the parent's continuation. It starts by
+writing a checkpoint of its own and then resumes from it like any run. So it can be killed and
+resumed on any number of ranks, and does not need the parent any more. Loading the parent's
+checkpoint directly was rejected: resuming, sharded states and kills would need a second code path.
+
+While the branch is being created, both models are in host memory.
 """
 
 from __future__ import annotations
@@ -46,10 +53,15 @@ from narrowgauge.train.trainer import Trainer
 
 
 def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
-    """Writes the first checkpoint of the branch `config` into its folder; returns sentences on what was carried over.
+    """Writes the first checkpoint of the branch `config` into its folder.
 
-    In one process, which is no rank. Until it returns the folder holds no run, so a kill in between loses nothing.
-    Raises as `reopened`, and ConfigError for settings that a branch cannot have, or no step left to take.
+    Returns sentences on the state that was copied.
+
+    Runs in one process that is no rank. The folder holds no run until this function returns, so a
+    kill loses nothing.
+
+    Raises like `reopened`, and ConfigError for settings that a branch cannot have or if no step is
+    left.
     """
     start = Place.of(config.parent)
     parent_config = place.settings_of(start.run)
@@ -58,11 +70,14 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
         if parent.step >= config.steps:
             raise ConfigError(
                 f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at steps = {config.steps}. Raise --steps, or "
-                f"start from an earlier checkpoint. {place.existing(start.run)}"
+                f"start from an earlier checkpoint. {place.existing(start.run)}",
+                code="branch.past-end",
             )
-        chooses = AUTO in (config.recipe, *config.layers_recipe.values())  # by measurements on the device
+        # Recipe "auto" measures on the device
+        chooses = AUTO in (config.recipe, *config.layers_recipe.values())
         if chooses and _same_recipes(parent_config, config):
-            folder.write_run({"auto": parent.auto})  # what it chose then
+            folder.write_run({"auto": parent.auto})  # the same recipes: keep the parent's choices
+        # On the CPU: creating a branch needs no GPU unless "auto" has to measure.
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
         branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
         said = take_over(parent, branch)
@@ -70,7 +85,9 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             folder.write_run({"auto": branch.auto})
         asked = (
             place.settings_of(folder.path) if folder.config.is_file() else config
-        )  # on ranks `config` has the micro-batches of all
+            # On several ranks, micro_batches in `config` covers all ranks, unlike the user's value
+            # in the file.
+        )
         branch.carried = {
             "parent": {
                 "run": os.path.relpath(start.run, folder.path), "from": config.parent, "step": parent.step,
@@ -86,14 +103,19 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
 
 
 def begin_apart(config: TrainConfig, path: Path) -> list[str]:
-    """`begin` in a process of its own, for a rank: models in its process would ask the others, who wait for the checkpoint."""
+    """`begin` in a separate process, for rank 0 of several.
+
+    Models built in the rank's own process would start collectives, while the other ranks wait for
+    the checkpoint.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(_begin, config, path).result()
         except BrokenProcessPool:
             raise OutOfMemoryError(
                 f"from = {config.parent!r}: the process that begins the branch was killed, as by a system that runs out of memory: parent "
-                "and branch are both in it. Begin it in one process, and go on with --resume on several ranks."
+                "and branch are both in it. Begin it in one process, and go on with --resume on several ranks.",
+                code="memory.branch",
             ) from None
 
 
@@ -102,10 +124,14 @@ def _begin(config: TrainConfig, path: Path) -> list[str]:
 
 
 def take_over(parent: Trainer, branch: Trainer) -> list[str]:
-    """Gives a new trainer the state of another, in its own formats. Returns a sentence on each part."""
+    """Copies the parent's state into a new trainer, in the trainer's own formats.
+
+    Returns a sentence for each part.
+    """
     branch.feed.restore(parent.feed.state())
     if _same_recipes(parent.config, branch.config):
-        branch.watch.prepare(parent.watch.facts())  # what a guard has given the run since it began
+        # Apply the recipe of higher precision that a guard gave the parent
+        branch.watch.prepare(parent.watch.facts())
         branch.watch.restore(parent.watch.facts())
     for stage in branch.stages:
         if stage.step <= parent.step:
@@ -113,6 +139,8 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     _take_weights(parent, branch)
     said = _take_layers(parent.model, branch.model)
     pairs = list(_pairs(parent, branch))
+    # Converts by rounding to nearest: in a single conversion, the errors of stochastic rounding do
+    # not average out.
     found = carried.carry(parent.optimizer, branch.optimizer, pairs)
     if not found.states:
         said.append("The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken.")
@@ -131,6 +159,7 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         best = parent.best
         branch.best.save(best.step, weights, {"metric": best.metric, "value": best.value})
         branch.best.step, branch.best.value, branch.best.loss = best.step, best.value, best.loss
+    # Last: building and copying the branch drew random numbers.
     set_generators(parent.generators)
     return said
 
@@ -142,19 +171,24 @@ def _same_recipes(one: TrainConfig, other: TrainConfig) -> bool:
 
 
 def _take_weights(parent: Trainer, branch: Trainer) -> None:
-    """All tensors that an unconverted model has, in the branch's types; those that train are written again with their masters."""
+    """Copies all tensors of the unconverted model, in the branch's dtypes.
+
+    `carried.carry` writes the trained weights again, with their master weights.
+    """
     saved, own = parent.model.state_dict(), branch.model.state_dict()
     names, here = ({name for name in each if is_weight(name)} for each in (saved, own))
     if parent.config.freeze and names != here:
         raise ConfigError(
             f"freeze = {parent.config.freeze!r}: frozen weights are kept as codes of the parent's recipe, which the branch does not have. "
-            "Keep the recipe of the frozen layers, with --recipes."
+            "Keep the recipe of the frozen layers, with --recipes.",
+            code="branch.frozen-codes",
         )
     different = names ^ here or {name for name in names if saved[name].shape != own[name].shape}
     if different:
         raise CheckpointError(
             f"from = {branch.config.parent!r}: a checkpoint of another model: {min(different)!r} is not in both, or has another shape. "
-            "Branch with the model of the parent."
+            "Branch with the model of the parent.",
+            code="branch.other-model",
         )
     with torch.no_grad():
         for name in here:
@@ -162,7 +196,10 @@ def _take_weights(parent: Trainer, branch: Trainer) -> None:
 
 
 def _pairs(parent: Trainer, branch: Trainer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters that both train; of learned steps those that were carried over."""
+    """Yields (parent's parameter, branch's parameter) for all parameters that both train.
+
+    Of learned steps, only the copied ones are included.
+    """
     before = dict(parent.model.named_parameters())
     kept = {id(each) for group in parent.optimizer.param_groups for each in group["params"]}
     mine = {id(each) for group in branch.optimizer.param_groups for each in group["params"]}
@@ -175,7 +212,10 @@ def _pairs(parent: Trainer, branch: Trainer) -> Iterator[tuple[torch.Tensor, tor
 
 
 def _take_layers(parent: nn.Module, branch: nn.Module) -> list[str]:
-    """Amax windows, learned steps and readings of samplers of layers whose recipe still has the same; sentences on them."""
+    """Copies amax histories, learned steps and sampler statistics. Returns sentences.
+
+    Only layers with compatible recipes get them.
+    """
     before = {name: each for name, each in parent.named_modules() if isinstance(each, QLinear | QEmbedding)}
     counts: dict[str, list[int]] = {}
     for name, layer in branch.named_modules():
@@ -200,7 +240,11 @@ def _states(layer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _same(what: str, old: Any, new: Any) -> bool:
-    """Whether a state of a layer's old recipe means the same under its new one. Windows hold amax, whatever the format."""
+    """True if a state of the layer's old recipe is valid under its new recipe.
+
+    An amax history holds magnitudes, so it is valid in every format. Learned steps belong to one
+    grid.
+    """
     if isinstance(old, QEmbedding):
         return bool(old.format == new.format)
     if what == "Amax windows":
@@ -212,7 +256,10 @@ def _same(what: str, old: Any, new: Any) -> bool:
 
 
 def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
-    """What ranks have agreed on: where noise stands, and the scales of gradients that travel as before."""
+    """State that all ranks share: random counters and scales of gradient communication.
+
+    The scales are dropped if the branch sends gradients in another format.
+    """
     known: dict[str, Any] = {"seed": parent.config.seed, "step": parent.step}
     if parent.resumed_from:
         path = Path(parent.resumed_from)
@@ -220,7 +267,8 @@ def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
         if not listing.save:
             facts = reading.strict_json(manifest.read_file(path, manifest.FACTS, listing))
         else:
-            from narrowgauge.distributed import storage  # dear to import: torch's planners
+            # Lazy: importing torch's checkpoint planners is slow
+            from narrowgauge.distributed import storage
 
             facts = storage.read(path, only="facts")["facts"]
         known = facts.get("agreement", known)
@@ -229,7 +277,10 @@ def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
 
 
 def _fingerprint(parent: Trainer) -> str:
-    """The SHA-256 of the manifest that lists the hashes of all files of the parent's checkpoint, or of its best weights."""
+    """SHA-256 of the manifest of the parent's checkpoint, or of its best weights.
+
+    The manifest holds the hashes of all files.
+    """
     best = parent.folder.best / f"step-{parent.step:08}"
     return manifest.fingerprint(Path(parent.resumed_from) if parent.resumed_from else best)
 

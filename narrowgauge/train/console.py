@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a progress bar on a terminal, plain lines in a file or a pipe.
+"""Console output of a run: a progress bar on a terminal, plain lines in a file or a pipe.
 
 Everything goes to standard error, so that standard output is left for results.
 """
@@ -17,7 +17,11 @@ def tell(text: object) -> None:
 
 @contextmanager
 def counting() -> Iterator[Callable[[int], None]]:
-    """What shows, on a terminal alone, how many steps have been counted; what it was goes when the body ends."""
+    """Shows on a terminal how many candidate steps a plan has traced; removes the line afterwards.
+
+    Yields a function that takes the number of the current candidate. It does nothing if standard
+    error is not a terminal.
+    """
     if not sys.stderr.isatty():
         yield lambda number: None
         return
@@ -28,7 +32,10 @@ def counting() -> Iterator[Callable[[int], None]]:
 
 
 class Console:
-    """A bar of rich's if standard error is a terminal; else plain lines, one in `log_every` steps and one for the last."""
+    """Progress of a run: a rich progress bar if standard error is a terminal, else plain lines.
+
+    A plain line is printed every `log_every` steps and after the last step.
+    """
 
     def __init__(self, total_steps: int, log_every: int, start_step: int = 0) -> None:
         self._total, self._every, self._start = total_steps, log_every, start_step
@@ -36,14 +43,17 @@ class Console:
         self.bar = _bar(total_steps, start_step) if sys.stderr.isatty() else None
 
     def say(self, text: object) -> None:
-        """Prints a line, text or rich's Text, above the bar if there is one."""
+        """Prints a line, as text or rich's Text, above the progress bar."""
         if self.bar:
             self.bar.console.print(text, soft_wrap=True)
         else:
             tell(text)
 
     def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None:
-        """peak_bytes: 0 if it was not measured."""
+        """Shows the progress after one step.
+
+        peak_bytes  0 if the peak memory was not measured
+        """
         words, speed = f"{loss:.4f}", f"{tokens_per_s:,.0f} tokens/s"
         peak = f"{peak_bytes / 2**30:.2f} GiB" if peak_bytes else "-"
         if self.bar:
@@ -64,7 +74,8 @@ class Console:
 
 
 def _bar(total_steps: int, start_step: int) -> Any:
-    from rich import console, progress  # 60 ms of imports that a pipe does without
+    # Lazy: the import takes 60 ms, and output to a pipe does without it
+    from rich import console, progress
 
     columns: list[Any] = [
         progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -79,6 +90,6 @@ def _bar(total_steps: int, start_step: int) -> Any:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds, as 1:02:03."""
+    """Formats seconds as hours, minutes and seconds: 1:02:03."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}"

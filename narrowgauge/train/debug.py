@@ -1,8 +1,11 @@
-"""`narrowgauge debug RUN --at STEP`: the ladder of debugging, taken from a checkpoint of the run (`diagnose.ladder` has its rungs).
+"""`narrowgauge debug RUN --at STEP`: bisects a loss gap from a checkpoint of the run.
 
-Each rung is a stretch of steps that do not count (`stretch`): one model, no folder per rung, and what it needs beside a training is a copy
-of the state. Nothing of the run is touched: files of this are RUN/debug-STEP.json, written after each rung, so that a command that was
-killed goes on where it was, and, of what was found, RUN/debug-STEP.txt and a page, RUN/debug-STEP.html.
+`diagnose.ladder` defines the rungs, which are variants of the recipe.
+
+Each rung is a probe (`stretch`): one model, no folder per rung, and one copy of the state as extra
+memory. The run itself is unchanged. After each rung RUN/debug-STEP.json is written, so a killed
+command continues where it was. The findings go to RUN/debug-STEP.txt and to the page
+RUN/debug-STEP.html.
 """
 
 from __future__ import annotations
@@ -49,7 +52,12 @@ RUNGS = reading.Kind(most_bytes=256 * reading.MIB, step="Remove it.")
 
 @dataclass(frozen=True)
 class Debugged:
-    """What `debug` found. path: of its JSON; fix: the command that goes on with the change that mends it, or ''; stopped: by a signal."""
+    """Result of `debug`.
+
+    path       its JSON file
+    fix        command that starts a branch with the change that closes the gap, or ''
+    exit_code  0, or the code of the signal that stopped it
+    """
 
     ladder: Ladder
     path: Path
@@ -62,25 +70,31 @@ class Debugged:
 
 
 def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
-    """Takes the ladder from the last checkpoint at or before step `at`.
+    """Runs the ladder from the last checkpoint at or before step `at`.
 
-    steps   after `at`; the rungs begin at the checkpoint, so they have the steps up to `at` as well
-    device  '': that of the run
-    Raises ConfigError for a place without a checkpoint or with too few steps left, BusyError while the run is being trained, and what
-    reading its checkpoint raises. One process: a run of several ranks is repeated on one.
+    steps   steps after `at`; each rung starts at the checkpoint, so it also repeats the steps up to
+            `at`
+    device  '': the device of the run
+
+    Raises ConfigError for a missing checkpoint or too few remaining steps, BusyError while the run
+    is being trained, and the errors of loading the checkpoint. One process: a run of several ranks
+    is repeated on one.
     """
     if under_torchrun():
-        raise ConfigError("debug: repeats a stretch of a run in one process. Start it without torchrun.")
+        raise ConfigError(
+            "debug: repeats a stretch of a run in one process. Start it without torchrun.", code="debug.torchrun"
+        )
     if steps < 1 or at < 1:
-        raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.")
+        raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.", code="debug.counts")
     config = replace(place.settings_of(run), plan="never")
     start = place.at_or_before(run, at)
-    with RunFolder.reading(run):  # before data are read
+    with RunFolder.reading(run):  # raises BusyError before the data are read
         pass
     tell(f"Reading {config.data} ...")
     prepared, task = prepare(config)
     with StopRequest() as stop, reopened(start, prepared, task, device or config.device) as trainer:
         trainer.stop = stop
+        # As in Trainer.train: code since the restore may have drawn random numbers.
         set_generators(trainer.generators)
         ladder = _ladder(trainer, run, at, steps)
         path = run / f"debug-{at}.json"
@@ -100,25 +114,29 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
 
 
 def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
-    """With as many steps as are left, and before a switch."""
+    """The ladder, limited to the steps that remain before the end or the next recipe switch."""
     begun, config = trainer.step, trainer.config
     for stage in trainer.stages:
+        # A switch at the first probed step belongs to the recipe.
         if stage.step == begun + 1:
             stage.apply(trainer.model)
     last = min([config.steps, *(stage.step - 1 for stage in trainer.stages if stage.step > begun + 1)])
     taken = _steps_taken(run, at, steps, begun, last, config.steps)
     events = read_metrics(trainer.folder.metrics)
-    trainer.feed.leave_out(left_out.of_run(read_run(trainer.folder.run), events))  # since the checkpoint too
+    # Also the batches that were skipped after the checkpoint
+    trainer.feed.leave_out(left_out.of_run(read_run(trainer.folder.run), events))
     logged = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
     return Ladder(recipe=_recipe(trainer.model), begun=begun, steps=taken, asked=at, logged=logged)
 
 
 def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int) -> int:
-    """Steps of a rung: as many as were asked for, or as are left after the checkpoint.
+    """Number of steps of a rung: as many as requested, or as many as remain after the checkpoint.
 
-    begun  step of the checkpoint; last: the last step before the run ends or switches its recipe
+    begun  step of the checkpoint
+    last   last step before the run ends or switches its recipe
     end    last step of the run
-    Raises ConfigError for fewer than a verdict needs. The message says which of the two numbers is
+
+    Raises ConfigError for fewer steps than a verdict needs. The message names the number that is
     too small, since each has another remedy.
     """
     left, wanted, needed = last - begun, at - begun + steps, 2 * FEWEST
@@ -126,18 +144,20 @@ def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int
         until = "its end" if last == end else f"its switch of recipes at step {last + 1}"
         raise ConfigError(
             f"debug: {run} has {plural(left, 'step')} between its checkpoint of step {begun} and {until}, and at least {needed} are "
-            f"needed. Name an earlier --at. {place.existing(run)}"
+            f"needed. Name an earlier --at. {place.existing(run)}",
+            code="debug.too-few-steps",
         )
     if wanted < needed:
         raise ConfigError(
             f"debug: --at {at} --steps {steps}: that is {plural(wanted, 'step')} from the checkpoint of step {begun}, and at least "
-            f"{needed} are needed; {run} has {left} of them. Give --steps {needed - (at - begun)} or more."
+            f"{needed} are needed; {run} has {left} of them. Give --steps {needed - (at - begun)} or more.",
+            code="debug.stretch",
         )
     return min(wanted, left)
 
 
 def _recipe(model: nn.Module) -> str:
-    """The recipe of most layers with a narrow product; '' if there is none."""
+    """The recipe of most low-precision layers, or ''."""
     layers = [each for each in model.modules() if isinstance(each, QLinear) and not each.is_suspended]
     computed = [each.recipe for each in layers if each.recipe is not None]
     narrow = [each for each in computed if any(bits(gemm) < HIGH_PRECISION_BITS for gemm in each.gemms().values())]
@@ -146,7 +166,7 @@ def _recipe(model: nn.Module) -> str:
 
 
 def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
-    """What must be the same for rungs of an earlier command to count."""
+    """Facts that must be equal for the rungs of an earlier command to be reused."""
     return {
         "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.device),
         "fingerprint": manifest.fingerprint(Path(trainer.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
@@ -154,7 +174,7 @@ def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
 
 
 def _take_up(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
-    """Rungs that an earlier command took from the same checkpoint."""
+    """Reuses the rungs that an earlier command ran from the same checkpoint."""
     try:
         if not os.path.lexists(path):
             return
@@ -184,16 +204,19 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
         if rung.losses:
             per_step_s = rung.spent_s / len(rung.losses)
         ladder.rungs[name] = rung
+        # After every rung: a killed command continues from here.
         storage.replace_file(path, encode({**key, **ladder.facts()}, indent=1) + "\n")
 
 
 def _taken(trainer: Trainer, ladder: Ladder, name: str) -> Rung | None:
-    """None if a signal ended it."""
+    """Runs one rung. Returns None if a signal interrupted it."""
     try:
         found = stretch.stretch(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
     except (
         ConfigError
-    ) as error:  # of a change that the recipe does not allow, as one product of a straight-through estimator
+        # Not every recipe allows this change: a straight-through estimator has no single GEMM to
+        # switch.
+    ) as error:
         return Rung(name=name, refused=str(error))
     if found.ended:
         return None
@@ -213,7 +236,7 @@ def _change(name: str) -> Change:
 
 
 def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
-    """The validation set narrow and wide, at the checkpoint."""
+    """Validation scores at the checkpoint, in the recipe and in 16 bits."""
     with stretch.undone(trainer):
         trainer.model.eval()
         narrow, wide = trainer.scores(both=True)
@@ -225,7 +248,7 @@ def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
 
 
 def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
-    """The command that starts a branch with the first change that mends it; ''."""
+    """The command that starts a branch with the first change that closes the gap, or ''."""
     if not ladder.recipe or ladder.against_bf16().name != DIFFERS:
         return ""
     begun, found = ladder.begun, ladder.mended()
@@ -235,7 +258,8 @@ def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
     kind, _, what = found[0].partition(":")
     if kind == RECIPE[:-1]:
         kept = "".join(f" --recipes '{pattern}={recipe}'" for pattern, recipe in trainer.config.layers_recipe.items())
-        codes = trainer.config.embedding_codes  # which another recipe does away with, unless they are named
+        # A new recipe resets these settings unless they are given again
+        codes = trainer.config.embedding_codes
         kept += f" --embedding-codes {codes}" if codes else ""
         return f"{command} --recipe {what}{kept} --output NEW"
     entries = ", ".join(filter(None, [trainer.config.switch, f"bf16@{begun}:{what}"]))

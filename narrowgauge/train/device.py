@@ -1,10 +1,9 @@
-"""The machine of a run: its device, how freed memory is kept, and where torch.compile and Triton keep what they built.
+"""The machine of a run: device, threads, peak memory, allocator, folders for compiled code.
 
-Both run what they find in their folders, and torch.compile unpickles it. Its default is a folder in the shared temporary folder, under
-a name that anybody can take first. The C++ kernels of narrowgauge are kept in the user's own cache too (`narrowgauge.ops.cpp.build`).
-
-Inductor's folder has the CPU's capability in its name: Inductor (2.13) finds a kernel again by its graph alone, and one made for AVX512
-and met under ATEN_CPU_CAPABILITY=avx2 left half of its lanes unwritten.
+torch.compile and Triton execute the files in their cache folders, and torch.compile unpickles some.
+torch.compile's default folder lies in the shared temporary folder, under a predictable name that
+any user can create first. `use_own_caches` therefore moves both into the user's own cache. The C++
+kernels of narrowgauge are cached there too (`narrowgauge.ops.cpp.build`).
 """
 
 import ctypes
@@ -24,30 +23,39 @@ from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, processor_nam
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux; "5" resets VmHWM
+# Linux only; writing "5" to clear_refs resets VmHWM
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MAPS = Path("/proc/self/maps")
 WORKSPACE, CUBLASLT_KIB = "CUBLASLT_WORKSPACE_SIZE", 32768
 
 
 def chosen_device(name: str) -> torch.device:
-    """ "auto" is the first CUDA device if there is one, else the CPU. Raises ConfigError for one that is not here."""
+    """Parses the setting `device`. "auto" is the first CUDA device, or the CPU if there is none.
+
+    Raises ConfigError for a device that is not present.
+    """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise ConfigError(f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.")
+        raise ConfigError(f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.", code="device.name")
     device = torch.device(name)
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
-        raise ConfigError(f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.")
+        raise ConfigError(
+            f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.", code="device.missing"
+        )
     return torch.device("cuda", device.index or 0)
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside the block torch has so many; 0: as before. What a run has in its settings: more wait for each other on busy cores."""
+    """Sets the number of torch's threads inside the block; 0 changes nothing.
+
+    Use the run's setting: on busy cores, more threads wait for each other.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -57,18 +65,18 @@ def threads(count: int) -> Iterator[None]:
 
 
 def device_name(device: torch.device) -> str:
-    """ "NVIDIA H200" or "AMD EPYC, 2 threads"."""
+    """Name of the device, such as "NVIDIA H200" or "AMD EPYC, 2 threads"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor_name()}, {threads_words()}"
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory in use since `reset_peak`: allocated on the GPU, or resident in the process on a CPU."""
+    """Peak memory since `reset_peak`: allocated on a GPU, resident set of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
-    # Not ru_maxrss where VmHWM is known: it counts what the process was before it became Python.
+    # Prefer VmHWM to ru_maxrss, which includes the memory of the process before it executed Python.
     if found := re.search(r"VmHWM:\s*(\d+) kB", status):
         return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -76,7 +84,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Gives free memory back and begins the peak of `peak_bytes` anew; False where the system keeps that of the whole process."""
+    """Frees unused memory and restarts the peak of `peak_bytes`.
+
+    Returns False if the system cannot reset it.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -91,12 +102,16 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def keep_freed_memory(asked: bool, device: torch.device, maps: Path = MAPS) -> str:
-    """Asks glibc to keep what this process frees, instead of giving each large tensor back to the system; what became of it, a sentence.
+    """Makes glibc keep freed memory for the next step. Returns a sentence on the result.
 
-    A step frees and allocates every gradient and activation anew. Each allocation above 32 MiB at most, and freed memory at
-    the end of the heap, would be mapped again and zeroed page by page by the kernel: about a tenth of a small model's step.
-    The setting is the process's and stays. Memory that is free between steps stays resident; the peak is what it was, but
-    for what fragments. An allocator that was preloaded (jemalloc, tcmalloc, mimalloc) has settings of its own and is left alone.
+    A step frees and allocates every gradient and activation. By default glibc returns each
+    allocation above at most 32 MiB, and free memory at the end of the heap, to the kernel. The
+    kernel then maps and zeroes these pages again, which costs about a tenth of a small model's
+    step.
+
+    The setting applies to the whole process and is never undone. Memory that is free between steps
+    stays resident. The peak is unchanged except for fragmentation. A preloaded allocator (jemalloc,
+    tcmalloc, mimalloc) has its own settings and is left alone.
     """
     if device.type != "cpu":
         return "Freed memory: torch's own allocator keeps it."
@@ -106,22 +121,26 @@ def keep_freed_memory(asked: bool, device: torch.device, maps: Path = MAPS) -> s
     if other := re.search(r"(jemalloc|tcmalloc|mimalloc)[^/\s]*\.so", mapped):
         return f"Freed memory: as {other[1]} has it, which is loaded in the place of the C library's allocator."
     mallopt = _of_glibc("mallopt")
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h
     if mallopt is None or not mallopt(mmap_max, 0) or not mallopt(trim_threshold, 2**31 - 1):
         return "Freed memory: as this system has it, whose C library is not glibc."
     return "Freed memory: kept for the next step (glibc: M_MMAP_MAX 0, M_TRIM_THRESHOLD 2 GiB)."
 
 
 def _of_glibc(name: str) -> Any:
-    """A function of the C library that glibc has; None elsewhere."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None  # musl has neither
+    """A function of glibc; None on other C libraries."""
+    # musl lacks mallopt and malloc_trim
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def give_cublaslt_workspace(environment: MutableMapping[str, str], capability: tuple[int, int]) -> str:
-    """Lets cuBLASLt take CUBLASLT_KIB on 9.x, instead of torch's 1 MiB; a sentence on what it takes.
+    """Gives cuBLASLt a workspace of CUBLASLT_KIB on compute capability 9.x. Returns a sentence.
 
-    With more workspace it can choose from all of its kernels; NVIDIA recommends 32 MiB on Hopper. Call it before the first product:
-    torch reads the variable once. One that is set already is respected.
+    torch's default is 1 MiB.
+
+    With more workspace cuBLASLt can choose among all of its kernels. NVIDIA recommends 32 MiB on
+    Hopper. Call this before the first matmul: torch reads the variable once. A value that the user
+    has set is kept.
     """
     if (own := environment.get(WORKSPACE)) is not None:
         return f"cuBLASLt's workspace: {own} KiB, as {WORKSPACE} says."
@@ -132,31 +151,38 @@ def give_cublaslt_workspace(environment: MutableMapping[str, str], capability: t
 
 
 def refuse_without_compiler(device: torch.device) -> None:
-    """ConfigError where torch.compile would fail in the first step for want of a compiler."""
+    """Raises ConfigError if torch.compile lacks a compiler, and would fail in the first step."""
     compiler = cpp_compiler() if device.type == "cpu" else c_compiler()
     if compiler is None:
         language, package, variable = ("C++", "g++", "CXX") if device.type == "cpu" else ("C", "gcc", "CC")
         raise ConfigError(
             f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
-            f"Install {package}, name one in the variable {variable}, or train without --compile."
+            f"Install {package}, name one in the variable {variable}, or train without --compile.",
+            code="compile.no-compiler",
         )
 
 
 def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
-    """Sets the variables in `environment`, os.environ for this process; one that is set already is respected and checked.
+    """Sets cache folders for Inductor and Triton in `environment`.
 
-    Yields a sentence for each folder that is not below the user's own cache.
-    Raises ConfigError if others may write to a folder, whoever named it.
+    environment  os.environ, for this process
+
+    A folder that the user has set is kept and checked. Yields a sentence for each folder outside
+    the user's own cache. Raises ConfigError if other users may write to a folder.
     """
     user, reason = user_cache()
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    # The name of Inductor's folder includes the CPU capability. Inductor (2.13) looks kernels up by
+    # their graph alone: one built for AVX512 and reused under ATEN_CPU_CAPABILITY=avx2 left half of
+    # its lanes unwritten.
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", f"inductor-{capability}"), ("TRITON_CACHE_DIR", "triton")):
         own = (cache_folder() if reason else user) / name
         folder = Path(environment.get(variable) or own)
         if shared := storage.refuse_shared(folder):
             raise ConfigError(
                 f"{variable} = '{folder}': what is compiled is kept there and run from there, but {shared}. "
-                f"Name a folder of your own with mode 0700, or unset {variable}."
+                f"Name a folder of your own with mode 0700, or unset {variable}.",
+                code="compile.unsafe-folder",
             )
         environment[variable] = str(folder)
         if folder != own:

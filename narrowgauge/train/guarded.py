@@ -1,15 +1,23 @@
-"""The guard of a run: every so many steps BF16 goes on from its state on the batches that come next, and the run is judged against it.
+"""Guard of a run: regular comparison with BF16 reference steps from the same state.
 
-    after step k      the state is copied apart; BF16 takes `steps` steps (at the first check and every fourth once more, summed in another
-                      order); the state is put back, and the run goes on as if nothing had been (`stretch`)
-    step k + steps    the mean losses of both over the second half are compared; one number goes to `Evidence`, an event to metrics.jsonl
+    after step k      copy the state; run `steps` steps in BF16 (at the first check and every fourth
+                      a second time, summed in another order, as a control); restore the state; the
+                      run continues as if nothing had happened (`stretch`)
+    step k + steps    compare the mean losses of both over the second half; add the difference to
+                      `Evidence`; log a `guard` event
 
-When the run is worse, `then` decides. But for `warn` the end of the stretch becomes the run: it waits meanwhile as a checkpoint in
-RUN/guard, so that nothing is computed twice, and the log gets its steps in the place of the narrow ones (event `rewind`). After that the
-run is in BF16 until the next check, at which narrow numbers are tried again (`stay`), or it gets a wider recipe for good.
+The setting `then` decides what follows when the run is worse. Unless it is `warn`, the end of the
+BF16 reference becomes the state of the run, so nothing is computed twice. A checkpoint in RUN/guard
+holds this state during the check. The log replaces the run's steps by the reference steps (event
+`rewind`).
 
-What a check knows lies in each checkpoint of the run, so a run that is killed in it goes on as if it had not been.
-A check whose stretch a switch would cut begins after the switch.
+    then=stay         the run continues in BF16 until the next check, which tries the run's own
+                      recipe again
+    then=RECIPE       the run continues in this recipe of higher precision (`wider` in messages) for
+                      good
+
+Each checkpoint of the run stores the check in progress, so a killed run resumes in the middle of a
+check. A check that would contain a recipe switch starts after the switch.
 """
 
 from __future__ import annotations
@@ -52,20 +60,35 @@ if TYPE_CHECKING:
 
 
 class Guard(Watch):
-    """Of one run. settings: of its configuration."""
+    """Guard of one run.
+
+    settings       parsed setting `guard`
+    evidence       results of all checks so far
+    known          newest verdict; None before the first check has ended
+    running        check in progress; None between checks
+    first          gradient samples of the check in progress, until the run's first step in it
+    audit          recomputation of the check's last steps; None before them
+    switched       (step, recipe): the run has had the recipe that `then` names since this step;
+                   None: it has its own
+    verdicts       names of all verdicts
+    stretch_steps  reference steps that were thrown away; stretch_s: their duration
+    is_wide        the run is in BF16
+    where          place of the state's copy during a check: "host" or a folder
+    kept           RUN/guard, the checkpoint folder for the end of the reference
+    """
 
     def __init__(self, trainer: Trainer, settings: GuardSettings) -> None:
         self.trainer, self.settings = trainer, settings
         self.evidence = settings.evidence()
         self.known: Verdict | None = None
         self.running: Running | None = None
-        self.first: FirstStep | None = None  # of the check under way, until the run has taken it
-        self.audit: Audit | None = None  # of the check under way, in its last steps
-        self.switched: tuple[int, str] | None = None  # the step after which the recipe became a wider one, and its name
+        self.first: FirstStep | None = None
+        self.audit: Audit | None = None
+        self.switched: tuple[int, str] | None = None
         self.verdicts: list[str] = []
-        self.stretch_steps = 0  # that did not count
+        self.stretch_steps = 0
         self.stretch_s = 0.0
-        self._wide = ExitStack()  # suspends the model while the run is in BF16
+        self._wide = ExitStack()  # the open `suspended` context while the run is in BF16
         self.is_wide = False
         self.where: str | Path = "host"
         self.kept = trainer.folder.guard
@@ -76,26 +99,30 @@ class Guard(Watch):
         if not has_narrow(trainer.model):
             raise ConfigError(
                 f"guard = {config.guard!r}: no product of recipe {config.recipe!r} is narrower than 16 bits, and no embedding has "
-                "codes, so there is nothing to guard. Remove guard, or name a narrow recipe."
+                "codes, so there is nothing to guard. Remove guard, or name a narrow recipe.",
+                code="guard.not-converted",
             )
         if self.settings.recipe:
             try:
                 self._stages(0, self.settings.recipe)
             except ConfigError as error:
                 raise ConfigError(
-                    f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'."
+                    f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'.",
+                    code="guard.then",
                 ) from None
 
-    # --- when
+    # --- schedule
 
     def _begins_after(self, step: int) -> bool:
-        """Whether a check begins after this step."""
+        """True if a check starts after this step."""
         config, settings = self.trainer.config, self.settings
         own = [start for start in settings.begins(config.warmup_steps, config.steps) if start <= step]
         if not own or (self.switched is not None and settings.then == "bf16" and not self._codes):
             return False
         start = own[-1]
         for stage in self.trainer.stages:
+            # A recipe switch inside the check would compare different recipes: start the check at
+            # the switch.
             if start < stage.step <= start + settings.steps:
                 start = stage.step
         return start == step and step + settings.steps <= config.steps
@@ -124,7 +151,10 @@ class Guard(Watch):
                 wide = taken(trainer, steps)
             self._count(wide)
             if not wide.ended and not wide.lost and self.settings.keeps_reference:
+                # Save the end of the reference as a checkpoint rather than a copy in memory: it may
+                # become the run, so it must survive a kill during the check.
                 checkpoints.save(self.kept, trainer.step, *trainer.collected(), 1, trainer.ranks)
+        # A stopped reference is dropped: the resumed run starts the check again.
         if wide.ended:
             return
         running = Running(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
@@ -136,7 +166,7 @@ class Guard(Watch):
                 return
             running.control = control.losses
         self.running, self.first = running, FirstStep(trainer, gradients.samples, wide.steps)
-        self._be_wide(False)  # narrow numbers are tried
+        self._be_wide(False)  # a run that stays in BF16 tries its own recipe again
 
     def _count(self, found: Stretch) -> None:
         self.stretch_steps += len(found.steps)
@@ -168,7 +198,9 @@ class Guard(Watch):
         self.verdicts.append(verdict.name)
         then = self.settings.then if verdict.name == WORSE else ""
         if then and self.switched is not None:
-            then = WARN  # it has the wider recipe already
+            then = WARN  # the run has the recipe of `then` already
+        # A lower loss in BF16 may only mean that the weights depend on their learned quantization
+        # steps.
         if then and grows_into_steps(trainer.model, verdict):
             then = WARN
         show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
@@ -196,11 +228,11 @@ class Guard(Watch):
 
     @property
     def _codes(self) -> str:
-        """Of embeddings, which no recipe of products touches; ''."""
+        """The setting embedding_codes. Recipes for matmuls do not change embeddings."""
         return self.trainer.config.embedding_codes
 
     def _blame(self, show: Console) -> None:
-        """Which product it is, of the run as it is in narrow numbers."""
+        """Looks for the inaccurate matmuls of the run in its own recipe, and prints them."""
         try:
             blame_run(self.trainer, show, steps=min(STEPS, self.settings.steps), where=self.where)
         except (ConfigError, torch.OutOfMemoryError) as error:
@@ -209,7 +241,11 @@ class Guard(Watch):
     # --- the reference becomes the run
 
     def _become(self, running: Running, show: Console) -> None:
-        """The end of the stretch is the state of the run, and its steps stand in the log; what follows is in BF16, or in a wider recipe."""
+        """Replaces the run's state and logged steps by the BF16 reference.
+
+        The run then continues in BF16 or in the recipe that `then` names. If the checkpoint in
+        RUN/guard is lost, the run keeps its own steps.
+        """
         trainer = self.trainer
         try:
             found, _ = checkpoints.newest_valid(
@@ -234,13 +270,13 @@ class Guard(Watch):
             self.switched = (trainer.step, self.settings.recipe)
             trainer.stages = self._stages(*self.switched)
             first, trivial = self.evidence.first, self.evidence.trivial
-            self.evidence = self.settings.evidence()  # of another recipe nothing is known
+            self.evidence = self.settings.evidence()  # earlier checks judged the old recipe
             self.evidence.first, self.evidence.trivial = first, trivial
         else:
             self._be_wide(True)
 
     def _log_reference(self, running: Running) -> None:
-        """Its steps in the place of those of the run, with their time."""
+        """Replaces the run's logged steps of the check by the reference steps, with their time."""
         trainer, per_step_s = self.trainer, running.spent_s / len(running.wide)
         trainer.log.write("rewind", running.begun, steps=len(running.wide), why="guard")
         trainer.trained_s = running.trained_s
@@ -257,7 +293,11 @@ class Guard(Watch):
         self.is_wide = wide
 
     def _stages(self, after: int, name: str) -> list[Stage]:
-        """With the wider recipe for all layers after that step, as by the setting `switch`."""
+        """The run's recipe switches, plus one to the recipe that `then` names, for all layers.
+
+        after  step before the switch
+        name   the recipe
+        """
         trainer = self.trainer
         recipe = chosen_recipe(trainer.config, name)
         return with_stage(trainer.stages, trainer.model, recipe, after, f"guard: {name}@{after}")
@@ -265,8 +305,12 @@ class Guard(Watch):
     # --- checkpoints
 
     def facts(self) -> dict[str, Any]:
-        """As text, since a reference may have diverged, and JSON has no infinity."""
-        is_known = self.running is not None and self.first is None  # else the check begins anew
+        """State of the guard for a checkpoint.
+
+        Encoded as text: a diverged reference has infinite losses, which plain JSON cannot hold.
+        """
+        # Before that, gradient samples are missing, and the check restarts after resuming
+        is_known = self.running is not None and self.first is None
         running = self.running.facts(terms(self.trainer, self.settings)) if self.running and is_known else None
         known = {
             "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
@@ -301,15 +345,18 @@ class Guard(Watch):
             )
 
     def saved(self) -> None:
-        """A checkpoint of the run no longer needs what waited for the end of a check."""
+        """Removes RUN/guard after a checkpoint of the run, unless a check is in progress."""
         if self.running is None and self.trainer.ranks.is_first and self.kept.exists():
             with storage.refusals("remove", self.kept):
                 shutil.rmtree(self.kept)
 
-    # --- words
+    # --- console messages
 
     def announce(self, show: Console) -> None:
-        """What the guard will do and what that takes. Raises StorageError where there is no room for it."""
+        """Prints the schedule and the cost of the guard.
+
+        Raises StorageError if a copy of the state has no space.
+        """
         self._know_the_beginning()
         nbytes = fork_bytes(self.trainer.model, self.trainer.optimizer)
         self.where = place_of_copy(nbytes, self.trainer.folder.path, self.trainer.ranks)
@@ -329,10 +376,12 @@ class Guard(Watch):
         )
 
     def _know_the_beginning(self) -> None:
-        """The trivial predictor of the data, and the first losses of a run that goes on: conditions of "within" (`sensitivity`).
+        """Loads two conditions of the verdict "within": trivial predictor's loss and first losses.
 
-        The checkpoints of a guarded run have its first losses; else they are in the log of the run, or of a branch's parent.
-        All ranks call it.
+        See `sensitivity`.
+
+        Checkpoints of a guarded run store the first losses. For other runs they come from the log
+        of the run or of a branch's parent. All ranks call this function.
         """
         known = self.trainer.ranks.told_by_first(self._recorded)
         self.evidence.trivial = known["trivial"]
@@ -340,7 +389,7 @@ class Guard(Watch):
             self.evidence.first = known["first"]
 
     def _recorded(self) -> dict[str, Any]:
-        """From run.json and the log, which rank 0 has."""
+        """Reads both conditions from run.json and the log, which rank 0 has."""
         member = lineage.read(self.trainer.folder.path)
         return {"trivial": trivial_of(member.run).get("loss"), "first": lineage.whole_curve(member)[:ENDS]}
 

@@ -1,4 +1,4 @@
-"""How the steps of a run are launched: as CUDA graphs if it asks for them, and what is said of graphs, recompiled code and idle time."""
+"""CUDA graphs of a run's steps, and messages about graphs, recompilation and GPU idle time."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from narrowgauge.train.console import Console
 from narrowgauge.train.loss import Batch, check_labels
 from narrowgauge.train.metrics import MetricsLog
 
-TARGETS = "targets of the step"  # among the inputs of a micro-batch
+TARGETS = "targets of the step"  # extra input of a captured micro-batch
 Taken = TypeVar("Taken")
 
 
@@ -28,13 +28,18 @@ def graphed_step(
     backward: Callable[[Batch, Tensor], Tensor],
     recorder: cuda_graphs.CudaRecorder | None = None,
 ) -> cuda_graphs.GraphedStep | None:
-    """The GraphedStep of a run with cuda_graph = true; else None, and the optimizer's capturable is switched off.
+    """The GraphedStep of a run with cuda_graph = true.
 
-    backward  of a micro-batch on the device and the number of targets in its step, a scalar
-    Raises ConfigError with every reason.
+    Otherwise None, and the optimizer's capturable flag is cleared.
+
+    backward  f(micro-batch on the device, number of targets of the step as a 0-d tensor) -> loss
+    recorder  replaces the CUDA recorder in tests without a GPU
+
+    Raises ConfigError with all reasons for which the run cannot be captured.
     """
     if not config.cuda_graph:
-        for group in optimizer.param_groups:  # a checkpoint of a run with graphs sets it
+        # Loading the checkpoint of a run with graphs sets the flag
+        for group in optimizer.param_groups:
             if group.get("capturable"):
                 group["capturable"], group["lr"] = False, float(group["lr"])
         return None
@@ -42,7 +47,10 @@ def graphed_step(
         cuda_graphs.make_capturable(optimizer, device)
     reasons = [] if recorder is not None else cuda_graphs.refuse(model, optimizer, device, scaler)
     if reasons:
-        raise ConfigError(f"cuda_graph = true: {'; '.join(reasons)}. Train without --cuda-graph, or change that.")
+        raise ConfigError(
+            f"cuda_graph = true: {'; '.join(reasons)}. Train without --cuda-graph, or change that.",
+            code="cuda-graphs.unsupported",
+        )
 
     def call(**inputs: Tensor) -> Tensor:
         targets = inputs.pop(TARGETS)
@@ -52,14 +60,22 @@ def graphed_step(
 
 
 def accumulate(step: cuda_graphs.GraphedStep, batch: Batch, targets: int, head: nn.Linear | None) -> None:
-    """One micro-batch. head: that of the chunked loss; its labels are checked here, on the host, without a synchronisation."""
+    """Runs one micro-batch through the graph.
+
+    head  head of the chunked loss; None: whole logits. Labels are checked here on the host, without
+          a synchronisation.
+    """
     if head is not None:
         check_labels(batch["labels"], head.weight.shape[0])
+    # A tensor input: a captured graph would repeat the value of a Python number.
     step.accumulate({**batch, TARGETS: torch.tensor(float(targets))})
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of every group in place: a graph reads it from the device."""
+    """Sets the learning rate of every group.
+
+    A captured graph reads the rate from device memory, so tensors are filled in place.
+    """
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -68,7 +84,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class LaunchMonitor:
-    """step: the graphs of the run's steps, or None. refused: why the run cannot have them, or ''."""
+    """Reports captured graphs, recompilations and the GPU idle time of one step.
+
+    step     captured graphs of the run, or None
+    refused  reason for which the run cannot use graphs, or ''
+    """
 
     def __init__(
         self, config: TrainConfig, device: torch.device, step: cuda_graphs.GraphedStep | None, refused: str
@@ -78,11 +98,14 @@ class LaunchMonitor:
         self._noted = self._compiled = 0
 
     def measures(self, number: int) -> bool:
-        """Whether the idle time is to be measured in step `number`; in the next one if that step's tensors are read."""
+        """True if the idle time of step `number` is to be measured (launches_at).
+
+        If this step also collects tensor statistics, the caller measures the next step instead.
+        """
         return self.device.type == "cuda" and 0 < number == self.config.launches_at
 
     def measured(self, number: int, take: Callable[[], Taken], log: MetricsLog, show: Console) -> Taken:
-        """Takes a step, measures the idle time between its kernels, and reports it."""
+        """Runs a step, measures the idle time between its kernels, logs and prints it."""
         with gpu_idle.watched() as intervals:
             taken = take()
         found = gpu_idle.measure(intervals)
@@ -101,7 +124,7 @@ class LaunchMonitor:
         return taken
 
     def report(self, number: int, show: Console) -> None:
-        """Prints what is new after a step: captured graphs, shapes that stay eager, recompiled code."""
+        """Prints news after a step: captured graphs, shapes that stay eager, recompilations."""
         if self.step is not None:
             now, notes = self.step.graphs.captured, self.step.graphs.notes
             new = [f"{count} of {name}" for name, count in now.items() if count != self._captured.get(name, 0)]
@@ -112,6 +135,7 @@ class LaunchMonitor:
             self._captured, self._noted = now, len(notes)
         if self.config.compile:
             count = compiled_graphs()
+            # The first count is the expected compilation.
             if self._compiled and count > self._compiled:
                 show.say(
                     f"step {number}: torch.compile made {count - self._compiled} graphs anew, {count} so far: shapes or settings "
@@ -121,6 +145,7 @@ class LaunchMonitor:
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process; 0 where nothing was compiled."""
+    """Number of graphs that torch.compile has built in this process; 0 if nothing was compiled."""
+    # Look up, do not import: importing Dynamo is slow and needless without torch.compile.
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

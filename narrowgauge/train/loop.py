@@ -1,4 +1,4 @@
-"""`narrowgauge train`, readable from top to bottom: prepare, train the run, train its reference, write the report."""
+"""`narrowgauge train`: prepare the data, train the run and its reference, write the report."""
 
 import os
 import shlex
@@ -40,14 +40,17 @@ Stop = StopRequest | AgreedStop
 
 
 def run(config: TrainConfig) -> int:
-    """Trains what `config` says, then its reference if one is asked for, and writes the report. Returns the exit code.
+    """Trains the run of `config` and its optional reference run, and writes the report.
 
-    Under torchrun every rank calls it; rank 0 alone writes, and says what there is to say.
+    Returns the exit code.
+
+    Under torchrun every rank calls this function. Rank 0 alone writes files and prints.
     """
     config = resolved(config)
     several = under_torchrun()
     try:
-        # signals outermost: torchrun sends SIGTERM to ranks that are about to say which other one died
+        # StopRequest is outermost: torchrun sends SIGTERM to the remaining ranks while they still
+        # report which rank died.
         with (
             StopRequest(patient=several) as stop,
             Ranks.join(config.device, config.timeout_s) as ranks,
@@ -59,8 +62,9 @@ def run(config: TrainConfig) -> int:
 
 
 def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
-    """`run` of a resolved configuration, on one rank of several or the only one."""
-    device = ranks.device(config.device)  # before anything is read or written
+    """`run` for a resolved configuration, on one rank."""
+    # Fails here if the device is missing, before any file is read or written
+    device = ranks.device(config.device)
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")
     ranks.layout = layout(config.parallel, ranks.world)
@@ -68,6 +72,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
+        # Set the cache folders before the first import of Inductor or Triton reads the environment.
         for note in use_own_caches(os.environ):
             tell(f"Note: {note}")
     if device.type == "cuda":
@@ -77,10 +82,11 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     try:
         return _run(config, ranks, AgreedStop(stop) if ranks.world > 1 else stop)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
+        # The CPU allocator raises a plain RuntimeError
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             first = str(error).splitlines()[0]
             raise OutOfMemoryError(
-                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget."
+                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget.", code="memory.device"
             ) from error
         raise
 
@@ -89,11 +95,14 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
     path = Path(config.output)
     with followers.claimed(path, config.resume, ranks) as folder:
         if config.resume and ranks.is_first and folder.config.exists():
-            refuse_other_run(resolved(toml.load_stored(folder.config)), config)  # again: it may have changed until now
+            # Check once more under the lock: another process may have changed the stored
+            # configuration
+            refuse_other_run(resolved(toml.load_stored(folder.config)), config)
         has_run = ranks.told_by_first(folder.has_run)
         if config.resume and not has_run and not config.parent:
             tell(f"WARNING: nothing to resume in {folder.path}: this is a new run.")
-        asked = replace(config, resume=False)  # how it was called is not what it is
+        # The stored configuration describes the run, not this start of it
+        asked = replace(config, resume=False)
         if not has_run:
             folder.write_config(asked)
         tell(f"Reading {config.data} ...")
@@ -106,7 +115,7 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
         except NumericsError as error:
             try:
                 ranks.first(lambda: _write_report(folder))
-            except NarrowgaugeError as second:  # must not hide the first
+            except NarrowgaugeError as second:  # the NumericsError matters more
                 error.add_note(f"The report was not written: {second}")
             raise
         ranks.first(lambda: _write_report(folder))
@@ -117,21 +126,27 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
 
 
 def _write_report(folder: RunFolder) -> None:
-    """Of a run and the reference in it. A run that failed before it began has nothing to tell."""
+    """Writes the report of a run and its reference.
+
+    Does nothing for a run that failed before it wrote run.json.
+    """
     if folder.run.exists():
         with storage.refusals("write the report to", folder.path):
             tell(f"Report: {page.write(folder.path)}")
 
 
 def prepare_on_ranks(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, TrainTask]:
-    """`prepare` by rank 0 first, so that the others find in the cache what it made; all must have found the same."""
+    """Calls `prepare` on rank 0 first, then on the others, which find its result in the cache.
+
+    Raises DataError if ranks differ in data or number of steps.
+    """
     found = ranks.first(lambda: prepare(config)) or prepare(config)
     ranks.refuse_differences(found[1].identity | {"steps": found[0].steps}, "data", DataError)
     return found
 
 
 def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
-    """The data of the task, and the configuration with the steps that its epochs are."""
+    """Prepares the task's data. Returns (configuration with epochs converted to steps, task)."""
     task = TASKS[config.task].prepare(config)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
@@ -141,7 +156,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
 
 
 def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks) -> None:
-    """The first checkpoint of a branch, unless it has one."""
+    """Writes the first checkpoint of a branch, unless the branch has one."""
     if config.parent and not ranks.told_by_first(folder.has_run):
         alone = ranks.world == 1
         begin = (
@@ -163,7 +178,8 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, st
         compare="",
         save="",
     )
-    with followers.claimed(path, True, ranks) as own:  # the run before has shown the same data
+    # resume=True: the reference may be half trained, and its data were shown with the main run
+    with followers.claimed(path, True, ranks) as own:
         _begin_branch(reference, own, task, ranks)
         return _train_and_log(reference, own, task, stop, reference, ranks, is_first=False)
 
@@ -177,19 +193,21 @@ def _train_and_log(
     ranks: Ranks,
     is_first: bool = True,
 ) -> int:
-    """One run from its newest checkpoint, or from the start, to its end.
+    """Trains one run from its newest checkpoint, or from the start, to its end.
 
-    asked     what the folder's config.toml is to say, once it is known that the run can go on so
-    is_first  of this process: an example of the data is shown
+    asked     configuration to store as config.toml, once the trainer has accepted the checkpoint
+    is_first  first run of this process: it prints an example of the data
     """
     with followers.log_of(folder, config.tensorboard, ranks) as log:
         device = ranks.device(config.device)
         freed_memory = keep_freed_memory(config.keep_freed, device)
+        # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
         folder.write_config(asked)
         if trainer.resumed_from:
-            trainer.best.clear()  # a kill may have come between saving a checkpoint and removing the best weights of before
+            # A kill may have come between saving a checkpoint and removing older best weights
+            trainer.best.clear()
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             settled = replace(config, checkpointing=trainer.policy)
             memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
@@ -217,6 +235,8 @@ def _train_and_log(
                 )
             if line := trainer.watch.last_words():
                 show.say(line)
+            # Log `done` after the export: it may still fail, and a log that said `done` before
+            # would be wrong.
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

@@ -1,11 +1,13 @@
-"""The loss of an optimizer step: nats per valid target token, over all of its micro-batches together.
+"""Loss of an optimizer step: nats per valid target token, over all micro-batches of the step.
 
     loss = sum over valid targets of -log p(target) / number of valid targets in the step
 
-Each micro-batch divides by the step's count, not by its own, so the gradient does not depend on how a batch is cut.
+Each micro-batch divides by the count of the whole step, so the gradient does not depend on the
+split into micro-batches.
 
-The output head and the loss are computed together, over chunks of tokens (`memory.chunked_cross_entropy`), wherever the head is an
-ordinary Linear and the model's logits are its product; `Objective.of` tests that on a few tokens and keeps the reason if not.
+The output head and the loss are computed together over chunks of tokens
+(`memory.chunked_cross_entropy`). This requires that the head is an ordinary Linear and that the
+logits are its output. `Objective.of` tests both on a few tokens and records the reason otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,33 +26,51 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
 from narrowgauge.train.config.settings import TrainConfig
 
-Batch = dict[str, Tensor]  # labels are aligned with the logits: labels[t] is what logits[t] are compared with
+# Labels are aligned with the logits: logits[t] predict labels[t], without a shift
+Batch = dict[str, Tensor]
 NO_CACHE = {"use_cache": False}
 
 
 def targets_of_step(batches: list[Batch], step: int) -> int:
-    """Valid targets of a step. Raises DataError if there are none: a mean over nothing is NaN."""
+    """Number of valid targets of a step.
+
+    Raises DataError if there are none, since a mean over nothing is NaN.
+    """
     total = sum(valid_targets(batch) for batch in batches)
     if total == 0:
-        raise DataError(f"step {step}: the batch has no valid target, every label is {IGNORED}. Look at the data.")
+        raise DataError(
+            f"step {step}: the batch has no valid target, every label is {IGNORED}. Look at the data.",
+            code="targets.none-valid",
+        )
     return total
 
 
 def inputs_of(batch: Batch, device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is called with: all of a batch but its labels, so that it computes no loss of its own."""
+    """Arguments of the model: the batch without labels, on the device.
+
+    Without labels, the model computes no loss itself.
+    """
     moved = {name: on_device(value, device) for name, value in batch.items() if name != "labels"}
     return moved | dict(options)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies through pinned memory, so that the host does not wait for a GPU."""
+    """Copies a tensor to the device.
+
+    On a GPU through pinned memory, so that the host does not wait.
+    """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def check_labels(labels: Tensor, classes: int) -> bool:
-    """Checks labels in host memory; returns False for labels on a GPU. DataError if one is out of range."""
+    """Checks the range of labels in host memory.
+
+    Returns False for labels on a GPU, which are not checked.
+
+    Raises DataError if a label is out of range.
+    """
     if labels.is_cuda:
         return False
     counted = labels[labels != IGNORED]
@@ -58,44 +78,49 @@ def check_labels(labels: Tensor, classes: int) -> bool:
     if low < 0 or high >= classes:
         raise DataError(
             f"target {low if low < 0 else high} is outside the {classes} classes (0 ... {classes - 1}). "
-            f"Use the tokenizer that the model was made for, or {IGNORED} for tokens that do not count."
+            f"Use the tokenizer that the model was made for, or {IGNORED} for tokens that do not count.",
+            code="chunked-loss.class",
         )
     return True
 
 
 def whole_logits(output: Any, batch: Batch) -> Tensor:
-    """One row of logits for each label."""
+    """The model's logits, one row per label."""
     logits: Tensor = output.logits
     return logits
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of one model; called with a micro-batch."""
+    """Loss of one model; called with a micro-batch."""
 
-    # The model below its head, or the whole model where head is None; compiled if the run is.
+    # The model without its head, or the whole model if head is None. Compiled if the run is.
     forward: Callable[..., Any]
-    options: Mapping[str, Any]  # that it is called with besides the batch
-    description: str = ""  # how the loss is computed, and why not in chunks
-    # Its product and the loss are taken in chunks; None: float32 logits are held once more.
+    options: Mapping[str, Any]  # arguments of the model besides the batch
+    description: str = ""  # how the loss is computed, with the reason if not in chunks
+    # Head of the chunked loss. None: the whole logits are computed, plus a float32 copy.
     head: nn.Linear | None = None
-    softcap: float | None = None  # of the logits
-    slices: bool = False  # backward computes the logits again, over slices of the vocabulary
-    # Where head is None: what of the model's output, of a batch, its labels are compared with, and the sum of the losses of both.
+    softcap: float | None = None  # softcap of the logits
+    slices: bool = False  # backward recomputes the logits over slices of the vocabulary
+    # If head is None: f(output, batch) -> scores to compare with the labels, and f(scores, labels)
+    # -> summed loss.
     scores: Callable[[Any, Batch], Tensor] = whole_logits
     criterion: Callable[[Tensor, Tensor], Tensor] = aligned_loss
 
     @classmethod
     def of(cls, model: Any, computes_in: torch.dtype, config: TrainConfig) -> Self:
-        """For a language model: tries the chunked head on a few tokens; generators stay as they are.
+        """Objective of a language model.
 
-        Raises ConfigError if slices are asked for and the head is not to be had apart.
+        Tests the chunked head on a few tokens, without advancing generators.
+
+        Raises ConfigError if loss = 'slices' and the model needs the whole logits.
         """
         slices = config.loss == "slices"
         reason, softcap = ("as asked for", None) if config.loss == "whole" else _refuse_chunks(model, computes_in)
         if slices and reason:
             raise ConfigError(
-                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'."
+                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'.",
+                code="loss.slices",
             )
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
         description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
@@ -104,16 +129,20 @@ class Objective:
         return cls(torch.compile(part) if config.compile else part, NO_CACHE, description, head, softcap, slices)
 
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
-        """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
+        """Sum of -log p over the valid targets of a micro-batch, a float32 scalar.
+
+        checked  `check_labels` has validated the labels
+        """
         return self.scored(batch, device, checked=checked)[0]
 
     def scored(self, batch: Batch, device: torch.device, *, checked: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the logits that it was taken of where they are whole."""
+        """Returns (loss, logits); logits are None if the loss is chunked."""
         if self.head is None:
             output = self.forward(**inputs_of(batch, device, self.options))
             logits = self.scores(output, batch)
             return self.criterion(logits, on_device(batch["labels"], device)), logits
-        # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
+        # On a GPU, check labels on the host before the copy: a check on the device would wait
+        # twice. On a CPU, the chunked loss drops ignored tokens, which is faster.
         checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
         hidden = _beside(self.forward(**inputs_of(batch, device, self.options)).last_hidden_state, self.head.weight)
         loss, _ = chunked_cross_entropy(
@@ -124,7 +153,7 @@ class Objective:
 
 
 def _beside(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Hidden states that all ranks have alike, where the words of the head are cut among them: on the mesh of its weight."""
+    """Wraps replicated hidden states as a DTensor if the head's vocabulary is split over ranks."""
     if type(weight).__name__ != "DTensor":
         return hidden
     from torch.distributed.tensor import DTensor, Replicate
@@ -134,7 +163,7 @@ def _beside(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | None]:
-    """Why the loss needs the whole logits, or ''; and the softcap of the logits if the model has one."""
+    """Returns (reason why the loss needs the whole logits or '', softcap of the logits or None)."""
     head = model.get_output_embeddings()
     if type(head) not in (nn.Linear, QLinear):
         return f"the output head is a {type(head).__name__}, not an nn.Linear", None
@@ -170,10 +199,14 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
 def _proved_by_numbers(
     model: Any, head: nn.Module, inputs: dict[str, Any], softcap: float | None
 ) -> tuple[bool, float | None]:
-    """Whether the logits are the head's product with the last hidden state; and the cap with which they are."""
+    """Compares the logits with the head applied to the last hidden state.
+
+    Returns (equal, softcap used).
+    """
     logits = model(**inputs).logits
     product = head(model.base_model(**inputs).last_hidden_state)
-    product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
+    # Marian adds a float32 buffer to 16-bit logits, which makes the logits float32
+    product = product.to(logits.dtype)
     for cap in dict.fromkeys((None, softcap)):
         if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
             return True, cap
@@ -183,9 +216,10 @@ def _proved_by_numbers(
 def _proved_by_storages(
     model: Any, head: nn.Module, inputs: dict[str, Any], softcap: float | None
 ) -> tuple[bool, float | None]:
-    """The same of a model without numbers, whose run is planned: the head reads the last hidden state, and what it writes are the logits.
+    """The same test for fake tensors of a memory plan, which have no values.
 
-    With a cap in the configuration they may be others, capped.
+    It compares storages instead: the head must read the last hidden state, and its output must be
+    the logits. With a softcap in the configuration, the logits may be a capped copy.
     """
     read, written = list[Tensor](), list[Tensor]()
     hooks = [
@@ -206,9 +240,10 @@ def _proved_by_storages(
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up over warmup_steps, then a half cosine; step counts from 1.
+    """Learning rate of a step, counted from 1: linear warm-up, then half a cosine.
 
-    It would reach min_learning_rate in the step after the last: at the last one, a rate of 0 would make an update of nothing.
+    The cosine would reach min_learning_rate one step after the end: in the last step, a rate of 0
+    would make the update useless.
     """
     peak, lowest, warmup_steps = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step <= warmup_steps:

@@ -1,9 +1,11 @@
-"""The log of a run: one JSON object per line, written unbuffered, so a killed run keeps every finished line.
+"""The log of a run: one JSON object per line, written unbuffered.
 
-A power cut loses lines that are not synced. The log syncs before a checkpoint and after the events in SYNCED. Lines of steps after the
-last checkpoint may be lost; the resumed run repeats those steps.
+A killed run keeps every finished line. A power cut loses lines that are not synced. The log syncs
+before a checkpoint and after the events in SYNCED. Lines of steps after the last checkpoint may be
+lost, but the resumed run repeats those steps.
 
-Events and their keys: docs/architecture.md. Reading: `narrowgauge.diagnose.runs`, which undoes what a resumed run wrote twice.
+docs/architecture.md lists the events and their keys. `narrowgauge.diagnose.runs` reads the log and
+drops lines that a resumed run wrote a second time.
 """
 
 import errno
@@ -18,6 +20,7 @@ from narrowgauge.errors import ConfigError, StorageError
 from narrowgauge.storage import reading
 
 SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
+# No limit on the size: the log is only appended to here.
 LOG = reading.Kind(
     most_bytes=2**62, error=StorageError, step="Remove what stands in its place, or choose another --output."
 )
@@ -32,7 +35,10 @@ CURVES = {
 
 
 class MetricsLog:
-    """Appends events to `path`; with `tensorboard`, a folder, their curves go there as well."""
+    """Appends events to `path`.
+
+    tensorboard  folder that receives the curves as well; None: no folder
+    """
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         self.path = path
@@ -40,8 +46,11 @@ class MetricsLog:
         self._board_folder = tensorboard or path
         if tensorboard:
             if not importlib.util.find_spec("tensorboard"):
-                raise ConfigError("tensorboard = true: the package is not installed. Run: pip install tensorboard.")
-            from torch.utils.tensorboard import SummaryWriter  # 2 s of imports, for those who ask
+                raise ConfigError(
+                    "tensorboard = true: the package is not installed. Run: pip install tensorboard.",
+                    code="metrics.no-tensorboard",
+                )
+            from torch.utils.tensorboard import SummaryWriter  # lazy: the import takes 2 s
 
             self._board = SummaryWriter(str(tensorboard))
         with storage.refusals("append to", path):
@@ -54,11 +63,16 @@ class MetricsLog:
                 raise
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Writes one event, and syncs it if it is in SYNCED. StorageError if that fails."""
+        """Writes one event, and syncs it if it is in SYNCED.
+
+        Raises StorageError if the write fails.
+        """
         line = encode({"event": event, "step": step, **values}).encode() + b"\n"
         with storage.refusals("append to", self.path):
             if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # cut short; the next opening removes the stump
+                # An unbuffered write may be short on a full disk. The next opening removes the torn
+                # line.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if event in SYNCED:
             self.sync()
         if self._board:
@@ -67,7 +81,7 @@ class MetricsLog:
                     self._board.add_scalar(f"{event}/{key}", values[key], step)
 
     def sync(self) -> None:
-        """Waits until the lines so far are on the disk."""
+        """Waits until all lines so far are on the disk."""
         with storage.refusals("append to", self.path):
             os.fsync(self._file.fileno())
 
@@ -87,7 +101,7 @@ class MetricsLog:
 
 
 def _cut_torn_line(file: IO[bytes], path: Path) -> None:
-    """Removes what stands after the last newline: the stump of a line that a crash cut short."""
+    """Removes everything after the last newline: a line that a crash cut short."""
     size = file.seek(0, os.SEEK_END)
     start = file.seek(max(0, size - LONGEST_LINE))
     end = file.read(LONGEST_LINE).rfind(b"\n")

@@ -1,7 +1,10 @@
-"""The model of a run: a Llama of the configured sizes, or one of transformers from a folder or the Hub, converted; and its switches.
+"""The model of a run: a Llama or a transformers model with its recipes and recipe switches.
 
-Remote code is never run. On a CPU without bfloat16 instructions, Linears that the recipe leaves alone get the recipe `bf16`,
-which rounds the operands and multiplies in float32, and attention computes in float32: the same step, many times faster.
+Remote code is never executed.
+
+On a CPU without bfloat16 instructions, Linears without a recipe get the recipe `bf16`. It rounds
+the operands to bfloat16 and multiplies in float32. Attention is computed in float32 there. The step
+is the same and many times faster.
 """
 
 import warnings
@@ -41,11 +44,13 @@ from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
 def build(
     config: TrainConfig, make: Callable[[], Any], device: torch.device, tokens: int, choices: Mapping[str, str] | None
 ) -> Any:
-    """The converted model on `device`, in the dtype of its precision, in training mode. Random weights come from config.seed.
+    """The converted model on `device`, in training mode and in the dtype of its precision.
 
-    make     gives the float32 model: `language_model`, or `pretrained` for another task
-    tokens   rows of a forward pass, by which recipe "auto" chooses
-    choices  what recipe "auto" chose when the run began, for a run that is resumed
+    make     returns the float32 model: `language_model`, or `pretrained` for another task
+    tokens   rows of the matmuls in a forward pass, for the choices of recipe "auto"
+    choices  recorded choices of recipe "auto", for a resumed run; else None
+
+    config.seed determines random weights.
     """
     precision = precisions.get(config.precision)
     seed_all(config.seed)
@@ -54,14 +59,18 @@ def build(
     if SOFTMAX in precision.keep_list(config.keep_float32):
         use_float32_softmax(model)
     if device.type != "cpu":
-        model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
+        model.to(device)  # cast before the move: the float32 weights may not fit in GPU memory
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     if config.embedding_codes and (words := embeddings.problem(model)):
-        raise ConfigError(f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.")
-    # else there is nothing to convert, and a model needs no Linear
+        raise ConfigError(
+            f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.",
+            code="convert.embedding-codes",
+        )
+    # Without any recipe, skip convert: it requires at least one Linear.
     if config.layers_recipe or patterns["*"] is not None:
-        with warnings.catch_warnings():  # said before the first step (`run_metadata.emulated_on_gpu`)
+        # `run_metadata.emulated_on_gpu` prints this before the first step
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
             convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
     if config.embedding_codes:
@@ -81,7 +90,10 @@ def build(
 
 
 def _is_wide(layer: nn.Module) -> bool:
-    """Whether a Linear is one that recipes are for; the head of a classifier is narrow, and fast in any case."""
+    """True if both dimensions of a Linear reach SMALLEST.
+
+    A classifier's head is smaller, and fast anyway.
+    """
     return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type]
 
 
@@ -92,7 +104,7 @@ def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | products.S
 
 
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
-    """The recipe called `name` with the run's `save` option."""
+    """The recipe called `name`, with the run's option `save`."""
     recipe = recipes.get(name)
     if config.save in ("", *FUSED_SAVES) or recipe.grad_weight.rhs is None:
         return recipe
@@ -101,12 +113,13 @@ def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A class of models of transformers."""
+    """A class of transformers models."""
 
-    auto: Any  # its Auto class
-    words: str  # for messages
-    options: Mapping[str, Any] = field(default_factory=dict)  # that override the model's own configuration
-    new: bool = False  # whether a head that the folder has no weights for may start at random
+    auto: Any  # Auto class of transformers
+    words: str  # description, for messages
+    # Overrides of the model's own configuration
+    options: Mapping[str, Any] = field(default_factory=dict)
+    new: bool = False  # a head without stored weights may start at random
 
 
 CAUSAL_LM = ModelClass(transformers.AutoModelForCausalLM, "causal language model")
@@ -114,11 +127,15 @@ SEQ2SEQ = ModelClass(transformers.AutoModelForSeq2SeqLM, "sequence-to-sequence m
 
 
 def language_model(config: TrainConfig, tokenizer: transformers.PreTrainedTokenizerFast) -> Any:
-    """A Llama of the configured sizes, or a causal language model from a folder or the Hub, which knows the tokenizer's ids."""
+    """A new Llama of the configured sizes, or a causal language model from a folder or the Hub.
+
+    Raises an error if it has too few positions, or embeds fewer ids than the tokenizer has.
+    """
     if config.model:
         model = pretrained(config, CAUSAL_LM)
     else:
         sizes = transformers.LlamaConfig(
+            # A multiple of 16, as torch._scaled_mm requires of its dimensions.
             vocab_size=-(-len(tokenizer) // 16) * 16,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -137,22 +154,29 @@ def language_model(config: TrainConfig, tokenizer: transformers.PreTrainedTokeni
 
 
 def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
-    """The configuration in the model's folder, with the options of its kind. Raises ConfigError if there is none."""
+    """Configuration in the model's folder, with the overrides of its class.
+
+    Raises ConfigError if there is none.
+    """
     where = config.model
     if where.startswith((".", "/", "~")) and not Path(where).expanduser().is_dir():
         raise ConfigError(
-            f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
+            f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub.",
+            code="model.no-folder",
         )
     if Path(where).is_dir():
         reading.refuse_special_files(Path(where), OF_MODELS)
     try:
         return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
-    except Exception as error:  # of a damaged folder transformers raises whatever it stumbles over
+    except Exception as error:  # transformers raises many exception types for a damaged folder
         raise _cannot_load(where, model_class, error) from error
 
 
 def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
-    """The model that the configuration names, in float32. Raises ConfigError if it is none of this kind, or not whole."""
+    """The float32 model that the configuration names.
+
+    Raises ConfigError for another kind of model, or missing weights.
+    """
     where, sizes = config.model, own_configuration(config, model_class)
     refuse_foreign_code(where, sizes)
     try:
@@ -168,7 +192,7 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
     absent = {
         *found["missing_keys"],
         *(name for name, *_ in found["mismatched_keys"]),
-    }  # of another size: a head of other classes
+    }  # mismatched: a head for another number of classes
     fresh = sorted(name for name in absent if model_class.new and _is_of_the_head(model, name))
     if fresh:
         tell(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.")
@@ -177,43 +201,56 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
             f"model = {where!r}: holds no weights for {missing[0]!r}{more} of {type(model).__name__}, which would start at random. "
-            "Pass a whole model, or --from-scratch."
+            "Pass a whole model, or --from-scratch.",
+            code="model.missing-weights",
         )
     for name, weight in model.state_dict().items():
         if count := nonfinite(weight):
             raise ConfigError(
                 f"model = {where!r}: weight {name!r} holds {count} values that are not finite, of {weight.numel()}. "
-                "Pass a model whose weights are whole."
+                "Pass a model whose weights are whole.",
+                code="weights.not-finite",
             )
     return model
 
 
 def _is_of_the_head(model: Any, name: str) -> bool:
-    """Whether a weight lies above what was pretrained. Encoders keep their pooler below, and not all were saved with one."""
+    """True if a weight belongs to the task head.
+
+    A pooler counts as well: some encoders were saved without one.
+    """
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> ConfigError:
-    said = str(error).split("Model type should be one of", 1)[0].rstrip(". ")  # a list of two hundred classes follows
+    # Cut off a list of two hundred classes
+    said = str(error).split("Model type should be one of", 1)[0].rstrip(". ")
     return ConfigError(
         f"model = {where!r}: transformers cannot load it as a {model_class.words}: {said}. "
-        "Pass a folder or hub name of one with safetensors whose code is part of transformers."
+        "Pass a folder or hub name of one with safetensors whose code is part of transformers.",
+        code="model.unloadable",
     )
 
 
 def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key: str, length: int) -> None:
-    """Raises if the model has too few positions for the setting `key`, or does not embed every id of the tokenizer."""
+    """Raises ConfigError if the model has too few positions, DataError if too few embeddings.
+
+    key     name of the setting that `length` comes from
+    """
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
-            f"{key} = {length}: {type(model).__name__} knows positions up to {longest}. Set {key} to {longest} or less."
+            f"{key} = {length}: {type(model).__name__} knows positions up to {longest}. Set {key} to {longest} or less.",
+            code="model.positions",
         )
     rows = model.get_input_embeddings().weight.shape[0]
-    ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))  # they may have gaps
+    # Ids may have gaps, so len(tokenizer) is not enough
+    ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
     if ids > rows:
         raise DataError(
             f"tokenizer with ids up to {ids - 1}, but the model embeds {rows}. "
-            "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch."
+            "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch.",
+            code="model.vocabulary",
         )
 
 
@@ -222,14 +259,14 @@ def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key
 
 @dataclass(frozen=True)
 class Stage:
-    """One switch."""
+    """One recipe switch."""
 
-    step: int  # the first that computes with it
-    switch: str  # as it was written
-    changes: dict[str, tuple[Recipe, Recipe]]  # layer -> its recipe before and after
+    step: int  # first step with the new recipes
+    switch: str  # text of the setting
+    changes: dict[str, tuple[Recipe, Recipe]]  # layer -> (recipe before, recipe after)
 
     def apply(self, model: nn.Module) -> None:
-        """Of a model in stages, on the layers that this rank has."""
+        """Sets the new recipes. With pipeline stages, on the layers of this rank."""
         layers = dict(model.named_modules())
         for name, (_, recipe) in self.changes.items():
             if name in layers:
@@ -237,7 +274,7 @@ class Stage:
 
     @property
     def event(self) -> dict[str, Any]:
-        """What metrics.jsonl says of it."""
+        """Fields of the `switch` event."""
         before, after = (sorted({pair[side].name for pair in self.changes.values()}) for side in (0, 1))
         return {"switch": self.switch, "layers": len(self.changes), "before": before, "after": after}
 
@@ -247,10 +284,13 @@ class Stage:
 
 
 def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
-    """The configured switches in order, resolved for the model. ConfigError for one that names no layer, or would change nothing.
+    """The configured recipe switches in order of their steps, resolved to layers of the model.
 
-    The recipes of step n depend on n alone, so a resumed run computes as if it had never stopped: applying the stages up to step k
-    brings a new model to the state after step k, windows of delayed scaling included.
+    The recipes of step n depend on n alone, so a resumed run computes the same numbers. Applying
+    the switches up to step k to a new model creates the modules and amax histories that the run has
+    after step k.
+
+    Raises ConfigError for a switch that matches no layer or changes nothing.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     now = {name: layer.recipe for name, layer in layers.items() if layer.recipe is not None}
@@ -259,7 +299,7 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
         try:
             changes = widened(model, now, chosen_recipe(config, entry.recipe), entry.layers, entry.products)
         except ConfigError as error:
-            raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}") from None
+            raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused") from None
         first = entry.after_step(config.steps) + 1
         found.append(Stage(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
         now |= changes
@@ -267,12 +307,17 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
 
 
 def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int, words: str) -> list[Stage]:
-    """The stages with one more, whose layers all get `recipe` where it is wider, from step `after` + 1 on.
+    """The recipe switches plus one more, to `recipe` after step `after`.
 
-    Later ones widen what it leaves, and may change nothing then. words: name it in the log. ConfigError if it would change nothing itself.
+    words  name of the switch in the log
+
+    The switch changes all layers for which `recipe` has more bits. Later switches then start from
+    the new recipes, and may change nothing. Raises ConfigError if the new switch changes nothing
+    itself.
     """
     now = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
-    for stage in reversed(stages):  # those that have begun are in the model
+    # Undo the switches already applied to the model: start from the first recipes
+    for stage in reversed(stages):
         now |= {name: before for name, (before, _) in stage.changes.items() if name in now}
     found = [stage for stage in stages if stage.step <= after]
     for stage in found:
@@ -289,5 +334,5 @@ def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int
 
 
 def _still_wider(now: Recipe, planned: Recipe) -> Recipe:
-    """What a switch was to give a layer, where no product of it is narrower than now."""
+    """The planned recipe if each of its matmuls has at least as many bits as now, else `now`."""
     return planned if all(bits(planned.gemms()[name]) >= bits(now.gemms()[name]) for name in GEMMS) else now

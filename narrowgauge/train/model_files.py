@@ -1,7 +1,9 @@
-"""Model folders: those of others are refused before transformers opens them if they would run code; the trained model is written whole.
+"""Model folders: refusal of folders that would run code, and atomic export of the model.
 
-transformers loads safetensors when told to, but takes file names from the folder itself: an index may name a pickle, the
-configuration another file of weights, an adapter a pickle of its own, or attention a kernel that is downloaded and run.
+transformers loads safetensors when told to, but takes file names from the folder itself. An index
+may name a pickle, config.json may name another weights file, and an adapter may hold a pickle. An
+attention implementation may name a kernel to download and run. All cases are refused before
+transformers opens the folder (checked with 5.23).
 """
 
 import os
@@ -22,12 +24,16 @@ from narrowgauge.train.checkpoint.store import Best
 INDEX = "model.safetensors.index.json"
 PLAIN = re.compile(r"[^/\\]+\.safetensors")
 NEXT = "Pass a folder or hub name of a model whose weights are safetensors and whose code is part of transformers."
-OF_MODELS = reading.Kind(most_bytes=reading.GIB, step=NEXT, follow_links=True)  # the Hub's cache has links
+# Files in the Hub's cache are symbolic links
+OF_MODELS = reading.Kind(most_bytes=reading.GIB, step=NEXT, follow_links=True)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and its table of what it did not find: what matters of it is said here."""
+    """Disables transformers' progress bars and its table of missing weights.
+
+    `pretrained` reports missing weights itself.
+    """
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -40,7 +46,11 @@ def quiet() -> Iterator[None]:
 
 
 def refuse_foreign_code(where: str, sizes: Any) -> None:
-    """ConfigError for a model `where`, a folder or hub name, that would run code. sizes: its configuration."""
+    """Raises ConfigError if loading the model would run code.
+
+    where  folder or Hub name
+    sizes  its configuration
+    """
     for part in (sizes, *(getattr(sizes, key, None) for key in getattr(sizes, "sub_configs", {}))):
         for key in ("_attn_implementation", "_experts_implementation"):
             if "/" in str(getattr(part, key, None) or ""):
@@ -68,7 +78,7 @@ def _refuse_index(where: str, name: str, path: Path) -> None:
 
 
 def file_of(where: str, name: str) -> Path | None:
-    """The file of a folder, or of a hub model, downloaded if need be; None if there is none."""
+    """Path of a file in a folder, or of a Hub model (downloaded if necessary), or None."""
     if Path(where).is_dir():
         path = Path(where) / name
         return path if os.path.lexists(path) else None
@@ -78,36 +88,47 @@ def file_of(where: str, name: str) -> Path | None:
 
 
 def _refusal(where: str, name: str, words: str) -> ConfigError:
-    return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
+    return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}", code="model.file")
 
 
 def export(
     model: Any, shapes: Mapping[str, Size], weights: dict[str, Tensor], tokenizer: Any, best: Best, folder: Path
 ) -> None:
-    """Writes model and tokenizer to `folder`, which is whole or not there, also after a power cut; replaces an older one.
+    """Writes model and tokenizer to `folder`, atomically even on a power cut.
 
-    model, shapes  tells what is written beside the weights; of all of its weights, though this rank may hold a stage alone
-    weights        ordinary tensors, the best by the run's metric or the last
+    Replaces an older export.
+
+    model    class and configuration; this rank may hold only one pipeline stage of its weights
+    shapes   name -> shape of every weight of the whole model
+    weights  plain tensors, the best by the run's metric or the last ones
     """
-    draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
+    # The lock of the run folder excludes other writers
+    draft = folder.with_name(f".tmp-{folder.name}")
     if {name: weight.shape for name, weight in weights.items()} != shapes:
         raise CheckpointError(
             f"{best.path(best.step)}: its {len(weights)} weights are not the {len(shapes)} of this model. "
-            "Restore it; or remove it and resume, to export the last weights."
+            "Restore it; or remove it and resume, to export the last weights.",
+            code="model.best-weights",
         )
     with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):
         with quiet(), _storage_errors(draft):
             model.save_pretrained(draft, state_dict=weights)
             tokenizer.save_pretrained(draft)
         readable = (draft / "config.json").stat().st_mode
-        for path in draft.glob("*.safetensors"):  # which safetensors writes for the owner alone, whatever the umask
+        # safetensors creates files with mode 0600, whatever the umask
+        for path in draft.glob("*.safetensors"):
             path.chmod(readable)
+        # transformers, safetensors and tokenizers never sync: after a power cut, final/ held empty
+        # files.
         storage.flush_tree(draft)
 
 
 @contextmanager
 def _storage_errors(folder: Path) -> Iterator[None]:
-    """OSError if the disk refuses: safetensors and tokenizers tell that in exceptions of their own, by words alone."""
+    """Converts disk errors of safetensors and tokenizers to OSError.
+
+    Both raise their own exceptions, with the error code in the text alone.
+    """
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""What trains and what is kept for it: frozen layers, checkpointing, narrow activations; the optimizer, its states and its master."""
+"""Trainable parameters, memory options and optimizer of a run, built from its settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,17 @@ _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 def apply_memory_options(
     config: TrainConfig, model: Any, precision: Precision, probe: Callable[[], dict[str, Any]]
 ) -> list[str]:
-    """Applies the settings that save memory to the model, in place, and returns a sentence on each. Call it before the optimizer is built.
+    """Applies the settings that save memory to the model, in place. Returns one sentence for each.
 
-    probe  inputs of the first step's largest micro-batch: a budget of checkpointing is measured on them; generators stay as they are
+    probe  returns inputs of the first step's largest micro-batch; a checkpointing budget is
+           measured with them, without advancing generators
+
+    Call it before the optimizer is built.
     """
     notes = []
     if config.freeze:
-        # torch's AdamW keeps as many bytes as ours, but only tells them after a step; nothing is allocated here
+        # Estimate with our AdamW: torch's has states of the same size, but creates them in its
+        # first step. Nothing is allocated here.
         kept = state_bytes(_narrow(config, model, precision))
         notes.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
     if config.compress_activations:
@@ -36,22 +40,28 @@ def apply_memory_options(
         with precision.context(next(iter(inputs.values())).device.type):
             report = memory.checkpoint(model, config.checkpointing, batch=inputs, loss=lambda output: output[0].sum())
         if config.compile and report.segments:
-            memory.compile_blocks(model)  # a segment is repeated block by block
+            # Compile each block: a checkpointed segment is recomputed block by block
+            memory.compile_blocks(model)
         notes.append(str(report))
     return notes
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
-    """Weight decay on matrices only: norms and biases (one axis) are not decayed.
+    """Builds the optimizer of a run.
 
-    AdamW with float32 states and no master, which steps on gradients as they are after backward, is torch's fused one, everything else
-    `narrowgauge.optim`.
-    Raises ConfigError if this would learn less than it should without a word (see `narrowgauge.optim.checks`).
+    Weight decay applies to matrices only, not to norms and biases (one axis).
+
+    AdamW with float32 states, no master weights and ordinary gradients is torch's fused AdamW. All
+    other combinations come from `narrowgauge.optim`.
+
+    Raises ConfigError for combinations that would silently learn less than they should (see
+    `narrowgauge.optim.checks`).
     """
     is_plain = config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None
     if is_plain and not config.step_in_backward and config.held_gradients == "16bit":
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
+        # With pipeline or tensor parallelism, parameters lie on several meshes, or some on none.
         several = len({_mesh_of(each) for each in model.parameters()}) > 1
         made = LocalAdamW if several else torch.optim.AdamW
         optimizer: torch.optim.Optimizer = made(plain, **_adam_settings(config), fused=True)
@@ -62,12 +72,17 @@ def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision)
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """torch's AdamW, on the parts of DTensors that a rank holds: its fused step takes no plain tensors beside them, nor several meshes."""
+    """torch's fused AdamW applied to the local shards of DTensors.
+
+    torch's fused kernel accepts neither plain tensors beside DTensors nor DTensors of several
+    meshes.
+    """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Fills the lists with the tensors of a group: parameters, gradients, moments."""
+        """Replaces DTensors in the lists of parameters, gradients and moments by local shards."""
         has_complex: bool = super()._init_group(group, *lists)
         parameters, gradients, *others = lists
+        # In place: torch's step uses these list objects after this call.
         gradients[:] = [gradient for each in parameters if (gradient := local_gradient(each)) is not None]
         for each in (parameters, *others):
             each[:] = map(local, each)
@@ -97,7 +112,10 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
-    """Lets the optimizer's step cast the weights for the next forward pass where it can; why it is not asked to, a clause, or ''."""
+    """Makes the optimizer step cast weights for the next forward pass, where it can.
+
+    Returns a reason otherwise, or ''.
+    """
     if not isinstance(optimizer, NarrowOptimizer):
         return f"{type(optimizer).__name__} of torch writes the weights alone"
     if config.compile:
@@ -109,6 +127,9 @@ def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: n
 
 
 def cast_summary(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
-    """What the step leaves of the weights' casts, and for how many layers it leaves nothing and why; reason: of `cast_in_step`."""
+    """Describes the weight casts that the optimizer step makes, with reasons for other layers.
+
+    reason  from `cast_in_step`, for an optimizer of torch
+    """
     casting = optimizer.casting if isinstance(optimizer, NarrowOptimizer) else None
     return [f"none: {reason}"] if casting is None else casting.summary()

@@ -1,10 +1,15 @@
-"""Steps that the host has launched and not read: on a GPU nobody waits for a loss but where it is printed.
+"""Deferred loss readback: the host copies the losses of several queued GPU steps at once.
 
-    the device   of each step: found_inf (float16 overflowed) and halted (the run ends there) leave the update out
-    the host     keeps what each step was made of, and reads the losses and norms of all of them at once: one copy, one wait
+Calling .item() after every step would drain the launch queue. Losses and gradient norms stay on the
+device instead, and the host reads up to MOST steps with one copy and one wait. Two device flags
+decide about updates that the host has not seen:
 
-What the host makes of the numbers is what it would have made of each at once. A step that ends the run changed nothing, nor did one after
-it, so when the host sees it the weights are those of the step before; what is kept here is enough to take it once more and say where.
+    found_inf   float16 overflow: the optimizer skips this update, as with GradScaler
+    halted      a fatal loss or norm: this update and all updates after it are skipped
+
+Deferring never changes a result. When the host reads a fatal step, the weights are still at the
+last good step. `Step` keeps the micro-batches, amax states and RNG counters, so that Trainer can
+repeat the step and name the first non-finite module.
 """
 
 from __future__ import annotations
@@ -23,19 +28,25 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train.loss import Batch
 
-MOST = 64  # steps: their micro-batches stay in the host's memory, and their counters uncertain (`optim.left_out`)
+# Limits the micro-batches held in host memory, and the unsettled step counts of the optimizer
+# (`optim.left_out`)
+MOST = 64
 
 
 def waits(device: torch.device) -> bool:
-    """Whether reading a number waits for the device."""
+    """True if reading a number from this device blocks the host."""
     return device.type == "cuda"
 
 
 class Decision:
-    """Whether the device leaves an update out. Float tensors 0 or 1, the same on all ranks.
+    """Device-side flags that skip or halt optimizer updates; identical on all ranks.
 
-    scales   the run scales its loss: a norm that is not finite leaves out one step, and `most` in a row, or a loss, end it
-    skipped  steps in a row that were left out before
+    halted     0-d float32, 0 or 1: the run ends, and no further update is applied
+    found_inf  0-d float32, 0 or 1: float16 overflow in the current step; it skips one update
+
+    scales   the run scales its loss. A non-finite norm then skips one update. More than `most`
+             skips in a row, or a non-finite loss, halt.
+    skipped  consecutive updates skipped before this object was created
     """
 
     def __init__(self, device: torch.device, ranks: int, scales: bool, most: int, skipped: int) -> None:
@@ -46,10 +57,14 @@ class Decision:
 
     @torch.no_grad()
     def see(self, readings: Tensor) -> None:
-        """readings: the losses of a step's micro-batches, and its norm."""
+        """Updates the flags from the results of a step.
+
+        readings  [micro-batches + 1]: the losses, then the gradient norm
+        """
         finite = readings.isfinite()
         bad = torch.stack((~finite[:-1].all(), ~finite[-1])).to(torch.float32)
         if self.ranks > 1:
+            # A NaN on one rank must skip the update on all of them, or replicas diverge.
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         loss, norm = bad.unbind()
         if self.scales:
@@ -61,8 +76,12 @@ class Decision:
         self.halted = torch.maximum(self.halted, ends.to(torch.float32))
 
     def tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """The next step of the optimizer looks at it, on the device. Torch's own have to be fused."""
+        """Hands the flags to the optimizer, whose next step reads them on the device.
+
+        Optimizers of torch must be fused.
+        """
         asked: Any = optimizer
+        # torch's fused optimizers know only found_inf, so `halted` is merged into it.
         if isinstance(optimizer, NarrowOptimizer):
             asked.halted, asked.found_inf = self.halted, self.found_inf if self.scales else None
         else:
@@ -71,11 +90,14 @@ class Decision:
 
 @dataclass
 class Step:
-    """A step that was launched.
+    """A step that was queued on the device and not read yet.
 
-    readings     on the device: the losses of its micro-batches, and its norm
-    numbers      what else the log says of it; inputs: tokens that the model read
-    windows      the amax states before it, and `agreements` the steps that agreements of ranks had counted: to take it again
+    readings       1-d tensor on the device: losses of the micro-batches, then the gradient norm
+    numbers        further fields of its step event
+    inputs         tokens that the model read
+    micro_batches  its batches, on the host
+    windows        amax states before the step, concatenated; None without delayed scaling
+    agreements     steps counted by each rank agreement before the step, for repeating it
     """
 
     number: int
@@ -89,7 +111,7 @@ class Step:
 
 @dataclass
 class Pending:
-    """Those that were not read, and the amax states of the model's windows."""
+    """Queue of unread steps, and references to the amax states of the model."""
 
     steps: list[Step] = field(default_factory=list)
     started_at_s: float = 0.0
@@ -100,33 +122,42 @@ class Pending:
             self.started_at_s = time.monotonic()
 
     def forget_windows(self) -> None:
-        """Layers have got other recipes."""
+        """Drops the cached amax states: layers have other recipes now."""
         self._live = None
 
     def windows(self, model: nn.Module) -> Tensor | None:
-        """Their states now, one small copy on the device."""
+        """Copies the current amax states into one device tensor.
+
+        Returns None without delayed scaling.
+        """
         if self._live is None:
             self._live = [each.live for each in model.modules() if isinstance(each, AmaxHistory)]
         return torch.cat(self._live) if self._live else None
 
     @torch.no_grad()
     def put_back(self, step: Step, agreements: Iterable[Any]) -> None:
-        """Windows and agreements are as they were before a step."""
+        """Restores the amax states and rank agreements from before a step."""
         if step.windows is not None and self._live is not None:
+            # All amax states have one size (12 bytes), so equal splits undo the concatenation of
+            # `windows`.
             torch._foreach_copy_(self._live, list(step.windows.split(self._live[0].numel())))
         for each, before in zip(agreements, step.agreements, strict=True):
             each.step, each.micro_batch = before, 0
 
     def read(self) -> list[list[float]]:
-        """The readings of all of them: waits for the device."""
+        """Waits for the device.
+
+        Returns the results of each queued step: losses, then gradient norm.
+        """
         numbers = iter(fetched(torch.cat([each.readings for each in self.steps])))
         return [list(islice(numbers, len(each.readings))) for each in self.steps]
 
 
 def fetched(readings: Tensor) -> list[float]:
-    """Numbers of the device, by one copy to pinned memory and one wait."""
+    """Copies numbers from the device with one transfer to pinned memory and one wait."""
     if not readings.is_cuda:
         return list(readings.tolist())
+    # Copy to pinned memory: a copy to pageable memory makes the driver wait as well.
     here = torch.empty(readings.shape, dtype=readings.dtype, pin_memory=True)
     here.copy_(readings, non_blocking=True)
     torch.cuda.current_stream(readings.device).synchronize()

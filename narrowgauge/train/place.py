@@ -1,10 +1,11 @@
-"""A run and one of its checkpoints, as a user names them; and what a branch that starts there may change.
+"""Names of a run's checkpoints on the command line, and the settings that a branch may change.
 
-    RUN         the newest checkpoint that is intact
-    RUN@STEP    that of a step
-    RUN@best    that of the best evaluation; where only the best weights are left, those, with a fresh optimizer
+    RUN         the newest intact checkpoint
+    RUN@STEP    the checkpoint of a step
+    RUN@best    the checkpoint of the best evaluation; if only its weights are left, these with a
+                fresh optimizer
 
-Without torch: the command line refuses wrong places and settings before it is imported.
+Imports no torch: the command line refuses wrong names and settings before it loads torch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
 
 BEST = "best"
 
-# What may differ between a branch and its parent besides what may change on resuming: numbers, and how far a step goes.
-# The model, the data and their order, the seed and the rule of the updates stay: without them the parent's state means nothing.
+# Settings that a branch may change, besides those that a resumed run may change: numerics, and the
+# size of a step. Model, data, data order, seed and update rule stay, since the parent's state is
+# meaningless under others.
 NUMBERS = frozenset(
     {"recipe", "layers_recipe", "embedding_codes", "switch", "precision", "keep_float32", "fuse", "save", "states", "embedding_states"}
     | {"master", "loss", "compress_activations", "step_in_backward", "clip_by", "held_gradients", "gradients", "weights", "activations"}
@@ -33,7 +35,8 @@ NUMBERS = frozenset(
 STEPS = frozenset(
     {"learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "clip"}
 )
-# Of the parent's, what another value of the first does away with unless it is given: as the reference of `compare` leaves it out.
+# Changing the first setting resets these settings of the parent unless they are given, as in the
+# reference run of `compare`.
 REPLACES = {
     "recipe": ("layers_recipe", "embedding_codes", "switch", "save", "guard"),
     "precision": ("master", "keep_float32"),
@@ -43,14 +46,17 @@ NOT_INHERITED = ("output", "resume", "parent", "compare")
 
 @dataclass(frozen=True)
 class Place:
-    """A run and one of its checkpoints. step: None is the newest, `BEST` that of the best evaluation."""
+    """Name of a run and one checkpoint of this run.
+
+    step  None: the newest; BEST: the best evaluation
+    """
 
     run: Path
     step: int | str | None = None
 
     @classmethod
     def of(cls, text: str) -> Place:
-        """Reads "RUN", "RUN@STEP" or "RUN@best"; an existing folder's name may hold an @."""
+        """Parses "RUN", "RUN@STEP" or "RUN@best". A folder with an @ in its name is a RUN."""
         found = re.fullmatch(r"(.+)@([0-9]{1,8}|best)", text)
         if found is None or Path(text).is_dir():
             return cls(Path(text))
@@ -61,37 +67,41 @@ class Place:
 
 
 def settings_of(run: Path) -> TrainConfig:
-    """The settings of a run. ConfigError if the folder is not there, or is none of a run."""
+    """Settings of a run. Raises ConfigError if the folder is missing or holds no run."""
     return resolved(toml.load_stored(config_of(run)))
 
 
 def config_of(run: Path) -> Path:
-    """The file of a run's settings. ConfigError if there is none."""
+    """Path of a run's config.toml. Raises ConfigError if there is none."""
     folder = RunFolder(run)
     if not os.path.lexists(folder.config):
         what = "has no config.toml" if run.is_dir() else "is not there"
-        raise ConfigError(f"{run}: {what}. Name the folder of a run, perhaps with one of its steps, as runs/first@100.")
+        raise ConfigError(
+            f"{run}: {what}. Name the folder of a run, perhaps with one of its steps, as runs/first@100.",
+            code="run.place",
+        )
     return folder.config
 
 
 def steps_of(run: Path) -> list[int]:
-    """The steps that have a checkpoint, in order; damaged ones count too."""
+    """Steps with a checkpoint, in ascending order, including damaged checkpoints."""
     return [int(path.name.partition("-")[2]) for path in reversed(manifest.newest_first(RunFolder(run).checkpoints))]
 
 
 def at_or_before(run: Path, step: int) -> Place:
-    """The last checkpoint up to a step. ConfigError if all are later, or there is none."""
+    """The last checkpoint up to a step. Raises ConfigError if there is none."""
     earlier = [each for each in steps_of(run) if each <= step]
     if not earlier:
         later = "Name a later step" if steps_of(run) else "Train it to its first checkpoint"
         raise ConfigError(
-            f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run."
+            f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run.",
+            code="run.no-checkpoint",
         )
     return Place(run, earlier[-1])
 
 
 def existing(run: Path) -> str:
-    """A sentence on the checkpoints that a run has."""
+    """A sentence on the checkpoints of a run."""
     steps = steps_of(run)
     if not steps:
         return f"{run} has no checkpoint."
@@ -102,7 +112,11 @@ def existing(run: Path) -> str:
 
 
 def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
-    """The settings of a branch, from Python: those of the run that `parent` ("RUN", "RUN@STEP", "RUN@best") names, with changes."""
+    """Settings of a branch: its parent's settings with changes.
+
+    parent   "RUN", "RUN@STEP" or "RUN@best"
+    changes  field names and values
+    """
     given = {"output": output, "parent": parent, **changes}
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): (value, name) for name, value in given.items()}
     config = resolved(toml.build(inherited(Place.of(parent).run, changes), keys))
@@ -111,17 +125,21 @@ def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
 
 
 def inherited(parent: Path, given: Collection[str]) -> toml.Given:
-    """The parent's settings for a branch. given: names of the fields that its user gives, which may do away with others."""
+    """Settings that a branch inherits from its parent.
+
+    given  names of the fields that the user sets. Some reset inherited settings (REPLACES)
+    """
     known = {key_of(each): each.name for each in fields(TrainConfig)}
     dropped = {*NOT_INHERITED, *(name for cause in given for name in REPLACES.get(cause, ()))}
     return {key: value for key, value in toml.read_stored(config_of(parent)).items() if known[key] not in dropped}
 
 
 def refuse(parent: TrainConfig, config: TrainConfig) -> None:
-    """ConfigError if a branch of a run with the settings `parent` cannot have `config`."""
+    """Raises ConfigError if a branch of a run with settings `parent` cannot have `config`."""
     if Path(config.output).resolve() == Place.of(config.parent).run.resolve():
         raise ConfigError(
-            f"from = {config.parent!r}: a branch has a folder and a log of its own, and output is its parent's. Choose another --output."
+            f"from = {config.parent!r}: a branch has a folder and a log of its own, and output is its parent's. Choose another --output.",
+            code="branch.output",
         )
     free = NUMBERS | STEPS | MAY_CHANGE
     wrong = [
@@ -135,12 +153,13 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
         allowed = ", ".join(key_of(each) for each in fields(TrainConfig) if each.name in NUMBERS | STEPS)
         raise ConfigError(
             f"from = {config.parent!r}: a branch cannot have {'; '.join(wrong)}. Drop the change, or train anew. It may differ in "
-            f"{allowed}."
+            f"{allowed}.",
+            code="branch.changed",
         )
 
 
 def changes(parent: TrainConfig, config: TrainConfig) -> dict[str, list[object]]:
-    """Key -> the parent's value and the branch's, of what may change the numbers."""
+    """Key -> [parent's value, branch's value] of all settings that may change the numbers."""
     counts = NUMBERS | STEPS | {"micro_batches", "steps", "parallel", "compile", "device"}
     return {
         key_of(each): [getattr(parent, each.name), getattr(config, each.name)]

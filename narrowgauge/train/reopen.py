@@ -1,6 +1,7 @@
-"""A run as it stood at one of its checkpoints: a `Trainer` that reads the run's folder and writes nothing.
+"""Opens a run at one of its checkpoints, as a `Trainer` that writes nothing.
 
-For a branch (`branch`), and for steps from there that do not count (`debug`). One process, and code that is not compiled.
+Used by branches (`branch`) and by probes from a checkpoint (`debug`, `blame_checkpoint`). One
+process, without torch.compile.
 """
 
 from __future__ import annotations
@@ -26,22 +27,29 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
 
-# Of one process that takes its steps one by one. What a step computes stays; what memory it takes is another matter.
+# Settings for one process that reads every step. They leave the arithmetic of a step alone but not
+# its memory.
 PLAIN: dict[str, Any] = {"parallel": "", "compile": False, "cuda_graph": False, "checkpointing": "none"}
 
 
 def silent_log() -> FollowersLog:
-    """Writes nothing, and nothing was written."""
+    """A log that writes nothing and contains nothing."""
     return FollowersLog(Path(os.devnull))
 
 
 @contextmanager
 def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "cpu") -> Iterator[Trainer]:
-    """The run at that place; nobody can train it in the meantime.
+    """Yields a Trainer of the run, restored from the checkpoint at `place`.
 
-    config  the run's own settings (`place.settings_of`); task: of the same data
-    Raises BusyError while the run is being trained, ConfigError for a step without a checkpoint, and what resuming raises of a
-    checkpoint that is damaged, or of another model or other data.
+    No other process can train the run meanwhile.
+
+    config  the run's own settings (`place.settings_of`)
+    task    the prepared task, with the same data
+    device  where the model is built
+
+    Raises BusyError while the run is being trained, and ConfigError for a step without a
+    checkpoint. Damaged checkpoints and checkpoints of another model or other data raise as in
+    resuming.
     """
     with RunFolder.reading(place.run) as folder, threads(config.threads):
         step, has_all = _step_of(place, folder)
@@ -56,29 +64,44 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
 
 
 def _step_of(place: Place, folder: RunFolder) -> tuple[int | None, bool]:
-    """The step, None for the newest; and whether all of its checkpoint is there: of the best evaluation only the weights may be left."""
+    """Returns (step, None for the newest; True if its whole checkpoint exists).
+
+    Of the best evaluation, weights may be all that is left.
+    """
     steps = steps_of(place.run)
     if not steps:
-        raise ConfigError(f"{place}: {existing(place.run)} Train it to its first checkpoint, or name another run.")
+        raise ConfigError(
+            f"{place}: {existing(place.run)} Train it to its first checkpoint, or name another run.",
+            code="run.no-checkpoint",
+        )
     if place.step is None:
         return None, True
     if place.step == BEST:
         kept = [manifest.read(path).step for path in manifest.newest_first(folder.best)]
         if not kept:
-            raise ConfigError(f"{place}: the run has kept no best weights (see --best). {existing(place.run)}")
-        return kept[0], kept[0] in steps  # of two the newer one: a kill came before the older was removed
+            raise ConfigError(
+                f"{place}: the run has kept no best weights (see --best). {existing(place.run)}", code="run.no-best"
+            )
+        # Two exist if a kill came before the older was removed: use the newer
+        return kept[0], kept[0] in steps
     if place.step not in steps:
-        raise ConfigError(f"{place}: no checkpoint of step {place.step}. {existing(place.run)}")
+        raise ConfigError(
+            f"{place}: no checkpoint of step {place.step}. {existing(place.run)}", code="run.no-checkpoint"
+        )
     return int(place.step), True
 
 
 def _take_weights(trainer: Trainer, folder: RunFolder, step: int) -> None:
-    """The best weights alone, at their place in the data: the optimizer, windows and generators are those of a run that begins."""
+    """Loads the best weights and moves the data feed to their step.
+
+    Optimizer, amax histories and generators stay fresh.
+    """
     weights = store.load(folder.best / f"step-{step:08}").tensors["weights"]
     own = trainer.model.state_dict()
     if wrong := [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]:
         raise CheckpointError(
-            f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step."
+            f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step.",
+            code="model.best-weights",
         )
     with torch.no_grad():
         for name, tensor in weights.items():
@@ -86,6 +109,6 @@ def _take_weights(trainer: Trainer, folder: RunFolder, step: int) -> None:
     for stage in trainer.stages:
         if stage.step <= step:
             stage.apply(trainer.model)
-    for done in range(step):  # a feed moves on by drawing
+    for done in range(step):  # the feed has no seek: draw and discard
         trainer.feed.draw(done)
     trainer.step = trainer.saved_step = step

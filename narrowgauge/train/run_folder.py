@@ -1,7 +1,7 @@
-"""The folder of a run: where its files are, who may write them, and whether they belong to this run.
+"""The folder of a run: paths of its files, the lock, and checks that a resumed run is the same run.
 
-The layout is in docs/architecture.md. One process holds a run at a time: it locks the file `lock` with flock, which the
-kernel gives back when the process ends, by kill -9 too.
+The layout is in docs/architecture.md. One process holds a run at a time. It locks the file `lock`
+with flock, which the kernel releases when the process ends, even by kill -9.
 """
 
 import fcntl
@@ -25,7 +25,8 @@ from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 LOCK = reading.Kind(
     most_bytes=reading.MIB, error=StorageError, step="Remove it if no run uses the folder, or choose another --output."
 )
-# What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
+# Settings outside the group `run` that may change when a run resumes: they decide on which machine
+# and how long it trains.
 MAY_CHANGE = frozenset(
     {
         "steps",
@@ -33,7 +34,9 @@ MAY_CHANGE = frozenset(
         "threads",
         "compile",
         "keep_freed",
-        "keep_float32",  # a checkpoint refuses another; one of before says nothing, and resumes with none
+        # The checkpoint itself refuses another value. Older checkpoints lack the key and resume
+        # with "none" alone.
+        "keep_float32",
         "micro_batches",
         "cache",
         "checkpointing",
@@ -46,7 +49,12 @@ MAY_CHANGE = frozenset(
 
 
 class RunFolder:
-    """The paths of a run. `RunFolder(path)` only names them; `RunFolder.claim` makes the folder and locks it."""
+    """Paths of a run.
+
+    `RunFolder(path)` creates nothing; `RunFolder.claim` creates the folder and locks it.
+
+    at  the only step whose checkpoint is loaded; 0: no checkpoint; None: the newest
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,12 +67,15 @@ class RunFolder:
         self.final = path / "final"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
-        self.at: int | None = None  # the step whose checkpoint counts, and 0: none does; None: the newest
+        self.at: int | None = None
 
     @classmethod
     @contextmanager
     def reading(cls, path: Path) -> Iterator[Self]:
-        """The folder of a run that nobody trains meanwhile; nothing is written to it. BusyError if another process does train there."""
+        """The folder of a run, for reading only. Raises BusyError if another process trains there.
+
+        The shared lock keeps training out while the block runs.
+        """
         with ExitStack() as held:
             if os.path.lexists(path / "lock"):
                 lock = held.enter_context(reading.opened(path / "lock", LOCK))
@@ -73,37 +84,46 @@ class RunFolder:
                 except BlockingIOError:
                     raise BusyError(
                         f"{path}: {_holder(lock)} is training there, and removes checkpoints as it goes. Wait for it, or stop it: "
-                        "it goes on with --resume."
+                        "it goes on with --resume.",
+                        code="run.busy",
                     ) from None
             yield cls(path)
 
     @classmethod
     @contextmanager
     def claim(cls, path: Path, resume: bool) -> Iterator[Self]:
-        """The run folder, made if need be, locked and proven writable, with the leftovers of a crash cleared.
+        """Creates (if necessary) and locks the run folder.
 
-        BusyError if another process holds it, ConfigError if it holds a run and `resume` is false, StorageError if it
-        cannot be written to.
+        Tests that it is writable, and removes leftovers of a crash.
+
+        Raises BusyError if another process holds the folder, ConfigError if it holds a run and
+        `resume` is false, and StorageError if it is not writable.
         """
         folder = cls(path)
         with ExitStack() as held:
             with storage.refusals("use the run folder", path):
                 storage.make_folder(path)
-                # Closing gives the lock back. The file stays: removing it could remove the lock of the next holder.
+                # Closing releases the lock. Do not unlink the file: another process may hold a lock
+                # on it already.
                 lock = held.enter_context(reading.opened_to_append(folder.lock, LOCK))
                 hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
-                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
+                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output.",
+                    code="run.exists",
                 )
             storage.probe(path)
             for checkpoints in (folder.checkpoints, folder.best, folder.guard):
                 storage.recover(checkpoints, STEP.pattern)
+            # A power cut during the export may have left the older final/ under another name.
             storage.recover(path, folder.final.name)
             yield folder
 
     def has_run(self) -> bool:
-        """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
+        """True if something was trained here.
+
+        A failed start, which leaves only a configuration, does not count.
+        """
         if os.path.lexists(self.final) or (os.path.lexists(self.metrics) and self.metrics.lstat().st_size > 0):
             return True
         return self.checkpoints.is_dir() and any(STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
@@ -116,29 +136,34 @@ class RunFolder:
 
 
 def hold(lock: IO[bytes], path: Path) -> None:
-    """Locks the folder at `path`, and writes who holds it. BusyError if another process does."""
+    """Locks the folder at `path` and writes the holder's pid and host.
+
+    Raises BusyError if another process holds it.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BusyError(
-            f"output = '{path}': {_holder(lock)} is training there. Wait for it, stop it, or choose another --output."
+            f"output = '{path}': {_holder(lock)} is training there. Wait for it, stop it, or choose another --output.",
+            code="run.busy",
         ) from None
     lock.truncate(0)
     lock.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
 
 
 def _holder(lock: IO[bytes]) -> str:
-    """Who has locked a run folder, in words."""
+    """Describes the process that holds the lock."""
     lock.seek(0)
     try:
         holder = reading.strict_json(lock.read(LOCK.most_bytes))
         return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
+    # The holder has the lock but has not written its name yet
+    except (OSError, ValueError, KeyError, TypeError):
         return "another process"
 
 
 def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
-    """ConfigError if `config` would continue the run of `stored` as another one."""
+    """Raises ConfigError if `config` would change a setting that a resumed run must keep."""
     changes = [
         f"{key_of(each)} = {shown(getattr(config, each.name))}, but the run has {shown(getattr(stored, each.name))}"
         for each in fields(TrainConfig)
@@ -150,5 +175,6 @@ def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
         listed = "; ".join(changes)
         raise ConfigError(
             f"output = '{config.output}': cannot resume with {listed}. Drop the change, or start a branch, which has a folder and a log of "
-            f"its own: narrowgauge train --from {shlex.quote(config.output)} --output NEW, with the changes."
+            f"its own: narrowgauge train --from {shlex.quote(config.output)} --output NEW, with the changes.",
+            code="resume.changed",
         )

@@ -1,4 +1,7 @@
-"""What a run is: in words before its first step, and as run.json says it (docs/architecture.md)."""
+"""Description of a run: console lines before its first step, and the contents of run.json.
+
+The keys of run.json are in docs/architecture.md.
+"""
 
 import platform
 import sys
@@ -29,13 +32,17 @@ from narrowgauge.train.device import device_name
 from narrowgauge.train.optimizer import cast_summary
 from narrowgauge.train.trainer import Trainer
 
-# Above what pretrained weights are fine-tuned with by AdamW, all of them: 5e-5 for BERT and MiniLM, 1e-5 to 3e-4 elsewhere.
+# Above common learning rates of AdamW for full fine-tuning: 5e-5 for BERT and MiniLM, 1e-5 to 3e-4
+# for others.
 HIGH_FOR_PRETRAINED = 5e-4
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def notes(config: TrainConfig) -> Iterator[str]:
-    """What settings bring about that is right for some runs and a surprise in others; of a configuration whose steps are known."""
+    """Yields a sentence for each setting that is valid but may surprise.
+
+    The steps of `config` must be known.
+    """
     pretrained = config.model and not config.from_scratch
     if pretrained and config.optimizer == "adamw" and config.learning_rate > HIGH_FOR_PRETRAINED:
         yield (
@@ -63,7 +70,10 @@ def notes(config: TrainConfig) -> Iterator[str]:
 
 
 def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
-    """Prints what the run is, before its first step. preview: also an example of its data."""
+    """Prints the description of a run before its first step.
+
+    preview  also print an example of the data
+    """
     config, model = trainer.config, trainer.model
     resumed, parent = (
         f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else "",
@@ -105,7 +115,7 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
 
 
 def looked_up(model: nn.Module) -> str:
-    """A sentence on embeddings with codes, or ''."""
+    """A sentence on quantized embeddings, or ''."""
     found = dict(quantized_embeddings(model))
     if not found:
         return ""
@@ -114,7 +124,7 @@ def looked_up(model: nn.Module) -> str:
 
 
 def in_float32(trainer: Trainer) -> list[str]:
-    """A sentence for each thing that keeps float32 in a model of 16-bit weights."""
+    """A sentence for each part that stays in float32 in a model with 16-bit weights."""
     names = kept_modules(trainer.model)
     said = [f"Weights and arithmetic in float32: {summary(names)}."] if names else []
     if SOFTMAX in trainer.precision.keep_list(trainer.config.keep_float32):
@@ -123,7 +133,7 @@ def in_float32(trainer: Trainer) -> list[str]:
 
 
 def unused_gpu(device: torch.device) -> str:
-    """A sentence for a run on the CPU of a machine whose NVIDIA driver torch cannot use; '' otherwise."""
+    """A sentence if the run is on the CPU although an NVIDIA driver is present; else ''."""
     if device.type != "cpu" or torch.cuda.is_available() or not DRIVER.exists():
         return ""
     words = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].partition(":")[2].strip()
@@ -135,7 +145,7 @@ def unused_gpu(device: torch.device) -> str:
 
 
 def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
-    """On a GPU, a sentence for each reason for which products run in 16 bits that a recipe wants narrow; [] on a CPU."""
+    """One sentence per reason for low-precision matmuls to run in 16 bits on a GPU; [] on a CPU."""
     if device.type != "cuda":
         return []
     layers = Counter(f"{row.recipe}: {row.backend}" for row in describe(model) if row.emulated)
@@ -146,7 +156,7 @@ def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A sentence for each reason for which tensors are stepped in plain torch instead of by a kernel."""
+    """One sentence per reason for the optimizer to update tensors without its kernel."""
     tensors: Counter[str] = Counter()
     for row in state_bytes(optimizer).rows:
         tensors[row.slow_because] += row.tensors
@@ -158,13 +168,17 @@ def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def of_run(trainer: Trainer) -> dict[str, Any]:
-    """At the beginning of a run. A resumed one keeps the time at which it was started, and the command."""
+    """Contents of run.json at the start of a run.
+
+    A resumed run keeps its first start time and command.
+    """
     config, model, folder = trainer.config, trainer.model, trainer.folder
     command = ["narrowgauge", *sys.argv[1:]]
     started = {"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, "resumed": []}
     if trainer.step and folder.run.exists():
         first = read_run(folder.run)
-        resumed = [*first.get("resumed", []), command] if "command" in first else []  # of a branch: it begins
+        # A branch at its first step has no command yet
+        resumed = [*first.get("resumed", []), command] if "command" in first else []
         started |= {key: first[key] for key in ("started_at", "command") if key in first} | {"resumed": resumed}
     known = trainer.task.facts()
     return {
@@ -201,7 +215,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
 
 
 def _of_model(model: Any) -> dict[str, Any]:
-    """Name and sizes."""
+    """Class name and sizes of the model."""
     sizes = model.config
     keys = {
         "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "layers",
@@ -212,9 +226,11 @@ def _of_model(model: Any) -> dict[str, Any]:
 
 
 def of_layers(trainer: Trainer) -> dict[str, Any]:
-    """As it is now: what layers sample, who took the casts of fused modules, which batches were left out. That shows on the way.
+    """Contents of run.json that change during training.
 
-    All ranks call together; of a model in stages, the casts of weights are told of the first.
+    These are skipped batches, weight casts, fused modules, and recipes of layers. All ranks call
+    this function together. With pipeline stages, only the weight casts of the first stage are
+    listed.
     """
     model, of_all = trainer.model, trainer.parallel.of_all
     return {

@@ -1,6 +1,7 @@
-"""A check of a guarded run that is under way: what is known of it, which lies in every checkpoint of the run from its first step on.
+"""State of a guard check in progress, as each checkpoint of the run stores it.
 
-What waits for the first step, samples of the gradients of BF16, does not: a run that ends before it takes the stretch once more.
+Gradient samples of the BF16 reference are not stored. A run that is killed before the first step of
+a check repeats the reference steps.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Running:
-    """A check that has begun.
+    """A guard check in progress.
 
-    wide     the steps of the stretch, as the log of a run has them
-    lost     the step at which BF16 was not finite; 0: none
-    control  losses of a second one; None: there was none
-    narrow   losses of the run since
-    slopes   of the gradients of the first step, narrow against wide; none where they were not seen
-    spent_s  in the stretch; trained_s: of the run before it
-    audited  what the last steps of the run compute
+    begun      step of the run before the check
+    wide       log fields of the BF16 reference steps
+    lost       first step with a non-finite loss in BF16; 0: none
+    control    losses of a second reference run in another order of summation; None: there was none
+    narrow     losses of the run itself, since `begun`
+    slopes     weight name -> slope of the run's gradient against BF16's at the first step; empty if
+               not observed
+    spent_s    duration of the reference steps
+    trained_s  training time of the run before the check
+    audited    results of recomputing the run's last steps
     """
 
     begun: int
@@ -43,38 +47,51 @@ class Running:
     audited: Audited = field(default_factory=Audited)
 
     def facts(self, terms: dict[str, Any]) -> dict[str, Any]:
-        """terms: what its losses depend on (`guard_before.terms`)."""
+        """Contents for a checkpoint.
+
+        terms  the settings and batches that the losses depend on (`guard_before.terms`)
+        """
         return {**asdict(self), "terms": terms}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], terms: dict[str, Any]) -> Running | None:
-        """What `facts` gave; None where the run goes on under other terms."""
+        """Rebuilds a check from a checkpoint; None if the run continues under other terms."""
         known = dict(facts)
+        # Under other settings or batches, the BF16 steps are no reference for the run.
         if known.pop("terms", None) != terms:
             return None
         return cls(**{**known, "audited": Audited(**known.get("audited", {}))})
 
     def judged(self, evidence: Evidence, steps: int) -> tuple[Verdict, dict[str, Any]]:
-        """The verdict with this check, and what the log says of it."""
+        """Returns (verdict including this check, fields of its log event)."""
         wide = [each["loss"] for each in self.wide]
         verdict, said = judged(evidence, self.begun, steps, self.narrow, wide, self.control, self.slopes, self.audited)
         return verdict, said | {"lost": self.lost}
 
 
 class FirstStep:
-    """The first step of the run in a check: waits for its gradients, and compares them with those of BF16."""
+    """Samples the gradients of the run's first step in a check and compares them with BF16's."""
 
     def __init__(self, trainer: Trainer, wide: Samples, steps: list[dict[str, Any]]) -> None:
-        """wide: the samples of the stretch, steps: what was said of its steps. A first one that float16 left out has none."""
+        """Starts to sample gradients.
+
+        wide   gradient samples of the BF16 reference's first step
+        steps  log fields of the reference steps
+
+        There is nothing to compare if float16 overflowed in the first reference step.
+        """
         is_first = bool(steps) and abs(steps[0]["grad_norm"]) < float("inf")
         self._wide = wide if is_first else {}
         self._narrow = FirstGradients(trainer.model, trainer.optimizer)
 
     def slopes(self) -> dict[str, float]:
-        """After that step; all ranks call it."""
+        """Slopes of the gradients, after the first step.
+
+        All ranks call it: dot products are summed over ranks.
+        """
         self.close()
         return slopes(self._narrow.samples, self._wide)
 
     def close(self) -> None:
-        """Waits no longer."""
+        """Removes the hook on the optimizer."""
         self._narrow.close()

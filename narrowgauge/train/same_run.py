@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be one of a run: its step, the settings that change the arithmetic, the data, and the switches that are past."""
+"""Checks that a checkpoint belongs to a run: step, numeric settings, data, past switches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,38 +14,50 @@ from narrowgauge.train.config.settings import TrainConfig
 def refuse(
     found: Checkpoint, config: TrainConfig, settings: Mapping[str, Any], identity: Mapping[str, str], past: list[str]
 ) -> None:
-    """Raises if a checkpoint cannot be one of the run of `config`.
+    """Raises an error if a checkpoint cannot belong to the run of `config`.
 
-    settings: the run's numeric ones; identity: of its data; past: the switches that have happened at this step
+    settings  the run's settings that change its arithmetic
+    identity  name -> fingerprint of the run's data and tokenizer
+    past      recipe switches that precede the checkpoint's step in this run
+
+    Raises ConfigError for steps and switches, CheckpointError for the facts and numeric settings,
+    DataError for the data.
     """
     steps, facts = config.steps, found.facts
     if found.step > steps:
         raise ConfigError(
             f"steps = {steps}: the run is at step {found.step} already, in {found.path}. "
-            f"Resume with --steps {found.step} or more."
+            f"Resume with --steps {found.step} or more.",
+            code="resume.steps",
         )
     if problem := forms.refuse(facts, state.FACTS):
         raise CheckpointError(
-            f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
+            f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one.",
+            code="checkpoint.state",
         )
-    # Of checkpoints that do not say it; where they say nothing of others either, they have what the run has.
+    # Older checkpoints lack these keys and were written with these values. Any other missing key
+    # counts as equal.
     before = {"keep_float32": "none", "loss": "chunks", "embedding_codes": ""}
     for key, own in settings.items():
         if facts.get(key, before.get(key, own)) != own:
             raise CheckpointError(
                 f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
-                "Resume with the settings that wrote it, or start anew in another --output."
+                "Resume with the settings that wrote it, or start anew in another --output.",
+                code="resume.other-settings",
             )
     for key, own in identity.items():
         if facts[key] != own:
             raise DataError(
                 f"{found.path}: trained with another {key.replace('content_hash', 'data content')} than "
-                f"{config.data!r} has now. Restore the data, or start anew in another --output."
+                f"{config.data!r} has now. Restore the data, or start anew in another --output.",
+                code="resume.other-data",
             )
-    # With other --steps a share is another step; it must not move a switch that is past.
+    # A switch given as a share of the run moves with --steps. It must not move across the
+    # checkpoint.
     stored = facts.get("switched", [])
     if past != stored:
         raise ConfigError(
             f"steps = {steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had happened, but in a run "
-            f"of {steps} steps {past or 'none'} would have. Resume with the steps it had, or start anew in another --output."
+            f"of {steps} steps {past or 'none'} would have. Resume with the steps it had, or start anew in another --output.",
+            code="resume.switches",
         )

@@ -1,6 +1,7 @@
-"""An evaluation twice: narrow, as the run computes, and wide, with every product of its Linears in 16 bits.
+"""Evaluation in the run's recipe and in 16 bits.
 
-Most of those who use trained weights compute in 16 bits. Weights that were trained in FP8 can score lower there.
+Most users of trained weights compute in 16 bits. Weights that were trained in FP8 can score lower
+there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ Metrics = dict[str, Any]
 
 
 def narrow_forward(model: nn.Module) -> dict[tuple[str, str], str]:
-    """(layer, "output") -> its recipe, of the layers whose forward product has a narrow operand; (embedding, "rows") -> its codes.
+    """Low-precision parts of the forward pass. If there are none, both scores are identical.
 
-    Without any, both scores are one.
+    (layer, "output")    -> name of its recipe
+    (embedding, "rows")  -> format of its codes
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
     found = {
@@ -36,16 +38,16 @@ def narrow_forward(model: nn.Module) -> dict[tuple[str, str], str]:
 
 
 def wide(model: nn.Module, evaluate: Callable[[], Metrics]) -> Metrics:
-    """What `evaluate` finds when the Linears and embeddings of `model` compute as ordinary ones do.
+    """Result of `evaluate` with all recipes of the model's Linears and embeddings suspended.
 
-    State of recipes and generators stay as they are.
+    Recipe states and generators are unchanged.
     """
     with suspended(model):
         return evaluate()
 
 
 def words(found: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
-    """The metrics for the console, with the wide ones behind them."""
+    """Formats the metrics for the console, with the 16-bit scores in parentheses."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value:.4f}" + ("" if other is None else f" ({other[name]:.4f} in 16 bits)")
         for name, value in found.items()

@@ -6,8 +6,8 @@
             if stop.requested:
                 save(); return stop.exit_code
 
-The first Ctrl-C asks; the second raises KeyboardInterrupt at once, for whoever does not want to wait. SIGTERM, what a
-scheduler sends before it takes the machine away, asks however often it comes.
+The first Ctrl-C requests a stop. The second raises KeyboardInterrupt at once. Schedulers send
+SIGTERM before they take a machine away: every SIGTERM only requests a stop.
 """
 
 import contextlib
@@ -21,16 +21,25 @@ from typing import Any, Literal, Self
 from narrowgauge.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 Request = Literal["", "interrupted", "preempted"]
-REQUESTS: tuple[Request, ...] = ("", "interrupted", "preempted")  # the strongest last
+# Weakest first: `AgreedStop.agree` takes the maximum over ranks
+REQUESTS: tuple[Request, ...] = ("", "interrupted", "preempted")
 EXIT_CODES = {"": 0, "interrupted": EXIT_INTERRUPTED, "preempted": EXIT_PREEMPTED}
 WAIT = b"\nStopping after this step, with a checkpoint. Ctrl-C again stops at once, without.\n"
 
 
 class StopRequest:
-    """`requested` says what was asked for. Outside the main thread, which alone gets signals, it stays ''."""
+    """`requested` is '', "interrupted" or "preempted".
+
+    It stays '' outside the main thread, the only thread that receives signals.
+    """
 
     def __init__(self, patient: bool = False) -> None:
-        """patient: one rank of several. torchrun passes each signal on to all of them, and none may stop in the midst of a step."""
+        """Creates a request. Handlers are installed on entering the context.
+
+        patient  one rank of several, which ignores a second Ctrl-C. torchrun forwards each signal
+                 to all ranks, and a rank that stopped inside a step would leave the others in a
+                 collective.
+        """
         self.requested: Request = ""
         self._patient = patient
         self._interrupts = 0
@@ -44,7 +53,9 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
                 old = signal.getsignal(number)
-                if old not in (signal.SIG_IGN, None):  # neither ignored, as under nohup, nor handled outside Python
+                # Leave alone a signal that is ignored, as under nohup, or that has a handler
+                # outside Python
+                if old not in (signal.SIG_IGN, None):
                     self._old[number] = old
                     signal.signal(number, handler)
         return self
@@ -61,8 +72,9 @@ class StopRequest:
         self.requested = self.requested or "interrupted"
         if self._patient:
             return
-        # Straight to the descriptor: a buffered stream may be in the midst of a write when the signal comes.
-        with contextlib.suppress(OSError):  # nobody listens
+        # Write to the descriptor: the signal may interrupt a write to the buffered sys.stderr, and
+        # a nested write to it raises RuntimeError.
+        with contextlib.suppress(OSError):  # stderr is closed
             os.write(2, WAIT)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
@@ -70,7 +82,10 @@ class StopRequest:
 
 
 class AgreedStop:
-    """A StopRequest of one rank of several: `requested` is what any rank was asked for, known to all since the step began."""
+    """StopRequest of one rank of several: `requested` is the strongest request of any rank.
+
+    All ranks exchange requests at the start of each step, so they stop after the same step.
+    """
 
     def __init__(self, own: StopRequest) -> None:
         self._own = own
@@ -78,7 +93,7 @@ class AgreedStop:
 
     @property
     def own(self) -> int:
-        """What this rank was asked for, as a number for the others."""
+        """The request of this rank, as its index in REQUESTS."""
         return REQUESTS.index(self._own.requested)
 
     @property
@@ -86,5 +101,5 @@ class AgreedStop:
         return EXIT_CODES[self.requested]
 
     def agree(self, numbers: Iterable[int]) -> None:
-        """numbers: `own` of every rank."""
+        """Sets the common request from the numbers (`own`) of all ranks."""
         self.requested = REQUESTS[max(numbers)]

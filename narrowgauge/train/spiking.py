@@ -1,14 +1,22 @@
-"""Loss spikes of a run (`on_spike`): noticed by a robust rule (diagnose/spikes.py), judged by BF16, skipped where the data are to blame.
+"""Loss spikes of a run (`on_spike`): detection, attribution by BF16 steps, skipping of batches.
 
-    judge    the newest checkpoint before the spike is taken up, BF16 takes the same batches up to the spike, and the run is put back to the
-             bit (`stretch`). Where BF16 lies above the curve there as well (LOSS_WITH_NORM scales), it is the data; where not, the format
-    warn     says which
-    skip     of data: the run goes back to that checkpoint and leaves the batch of the spike out. The log names it, and checkpoints know it.
-             A spike of the format is not skipped: it would come again. The guard, or a wider recipe, is for that
+The rule that detects a spike is in diagnose/spikes.py.
 
-A spike costs the steps since the checkpoint once more in BF16, and a skip once more as they are. A loss or norm that is not finite ends a
-run before anything changes, as ever, and is no spike here. A kill in between resumes from the checkpoint, and finds the spike again; so
-does, with skip, a request to stop. Several ranks judge together, each with its part of the model and of the batches.
+    judge    load the newest checkpoint before the spike, run the same batches up to the spike in
+             BF16, restore the run (`stretch`). If the BF16 loss also lies above its curve there (by
+             LOSS_WITH_NORM scales), the data are the cause, else the format
+    warn     log the cause
+    skip     if the data are the cause, rewind to that checkpoint and leave the batch of the spike
+             out. The log and later checkpoints record the batch. A spike caused by the format is
+             not skipped, since it would recur: use the guard or a recipe of higher
+             precision
+
+Judging a spike costs the steps since the checkpoint in BF16, and a skip costs the same steps in the
+run's recipe. A non-finite loss or norm ends the run before anything changes and is no spike here.
+
+A run that is killed while it judges resumes from the checkpoint and detects the spike again. With
+`skip`, a stop request has the same effect. Several ranks judge together, each with its part of the
+model and of the batches.
 """
 
 from __future__ import annotations
@@ -35,17 +43,22 @@ from narrowgauge.train.watch import Several, Watch
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
 
-KEY = "spikes"  # in the facts of a checkpoint
+KEY = "spikes"  # key in the facts of a checkpoint
 DATA, FORMAT, UNKNOWN = "data", "format", "unknown"
-SHOWN = 8  # numbers of examples that a sentence names
-MOST_SKIPS = 20  # in a run; data that spike more often are not mended by leaving batches out
+SHOWN = 8  # most examples that a message names
+MOST_SKIPS = 20  # per run: skipping batches does not repair data that spike more often
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """cause: data, format or unknown, and then why; checkpoint: the step from which BF16 went; wide: its loss at the spike, or None.
+    """Cause of a spike.
 
-    was_stopped: a request to stop cut it short. examples: numbers of the training examples in the batch of the spike
+    cause        "data", "format" or "unknown"
+    why          reason for an unknown cause, else ''
+    checkpoint   step from which the BF16 reference started
+    wide         BF16 loss at the spike; None if the reference ended before
+    was_stopped  a stop request interrupted the reference
+    examples     indices of the training examples in the spike's batch
     """
 
     cause: str
@@ -57,7 +70,7 @@ class Judgement:
 
 
 class SpikeWatch(Watch):
-    """Of one run."""
+    """Detects and judges the loss spikes of one run."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.skips = trainer, trainer.config.on_spike == "skip"
@@ -78,25 +91,32 @@ class SpikeWatch(Watch):
 
     def saw(self, number: int, loss: float, grad_norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return  # float16 overflowed, and the step was left out
+            return  # float16 overflow: the optimizer skipped this step
         if (spike := self.rule.add(number, loss, grad_norm)) is not None:
             self.found.append(spike)
 
     def after_step(self, show: Console) -> None:
         trainer = self.trainer
+        # Queued steps must be read first: a probe starts from a state that the host knows.
         if not self.found or (trainer.pending is not None and trainer.pending.steps):
             return
-        found, self.found = self.found, []  # on a GPU several may come at once
+        # A GPU run reads several steps at once, so several spikes may arrive together
+        found, self.found = self.found, []
         for spike in found:
             if self._went_back(spike, show):
                 break
 
     def _went_back(self, spike: Spike, show: Console) -> bool:
-        """Judges a spike, tells it, and skips it where that is to be done: True if the run went back, to before later spikes too."""
+        """Judges, logs and possibly skips a spike.
+
+        Returns True if the run was rewound, which may undo later spikes too.
+        """
         trainer = self.trainer
         judged = self._judged(spike)
         if self.skips and judged.was_stopped:
-            self._go_back()  # resumed it comes to the spike again: what is skipped does not depend on when a run is stopped
+            # The skipped batches must not depend on when a run is stopped, so the resumed run
+            # judges the spike again
+            self._go_back()
             show.say(f"step {spike.step}: a loss spike was not judged to the end. Resumed, the run judges it.")
             return True
         number = trainer.feed.number(spike.step - 1)
@@ -127,7 +147,7 @@ class SpikeWatch(Watch):
         return found
 
     def _judged(self, spike: Spike) -> Judgement:
-        """What BF16 makes of the batches since the newest checkpoint."""
+        """Runs the batches since the newest checkpoint in BF16 and names the cause of the spike."""
         trainer = self.trainer
         stages, left_out = [stage.step for stage in trainer.stages], list(trainer.feed.left_out)
         with undone(trainer, self.where):
@@ -138,9 +158,7 @@ class SpikeWatch(Watch):
                 if any(found.step < step <= spike.step for step in stages):
                     return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
                 trainer.take_up(found)
-                trainer.feed.leave_out(
-                    left_out
-                )  # what the run left out since: BF16 takes the batches that the run took
+                trainer.feed.leave_out(left_out)  # the batches that the run has skipped since then
             except CheckpointError as error:
                 return Judgement(UNKNOWN, str(error))
             wide = taken(trainer, spike.step - found.step)
@@ -148,7 +166,8 @@ class SpikeWatch(Watch):
             return Judgement(UNKNOWN, wide.ended, found.step, was_stopped=True)
         rule = _rule_of(found.facts)
         for number, each in enumerate(wide.steps, found.step + 1):
-            # At the spike itself the lower of the rule's two lines: BF16 has lost the curve as well, if not as far.
+            # At the spike itself, apply the lower of the rule's two thresholds: a BF16 loss that
+            # leaves its curve less far still points to the data.
             rule.inside = rule.inside or number == spike.step
             rule.add(number, each["loss"], each["grad_norm"])
         is_data = bool(wide.lost) or rule.inside
@@ -159,27 +178,32 @@ class SpikeWatch(Watch):
         )  # fmt: skip
 
     def _skip(self, numbers: list[int]) -> None:
-        """Back to the newest checkpoint, without these batches and those that were left out before."""
+        """Returns to the newest checkpoint and skips these batches besides the earlier ones."""
         self._go_back([*self.trainer.feed.left_out, *numbers])
 
     def _go_back(self, left_out: Sequence[int] = ()) -> None:
-        """The newest checkpoint becomes the run, from there on without these batches: a check of the guard that had them is dropped."""
+        """Loads the newest checkpoint, from which the run continues without the given batches.
+
+        A guard check that contained these batches is dropped.
+        """
         trainer, found = self.trainer, self._newest()
-        assert found is not None  # it was there to judge by
+        assert found is not None  # the judgement used this checkpoint
         steps = trainer.step - found.step
         trainer.optimizer.zero_grad()
         trainer.take_up(found)
         trainer.feed.leave_out(left_out)
+        # All watches restore, this one included: the rule must forget the steps that are undone.
         trainer.watch.restore(found.facts)
         trainer.saved_step = found.step
         if trainer.decision is not None:
+            # The old flags describe steps that are undone.
             trainer.decision = trainer.new_decision()
         if trainer.pending is not None:
             trainer.pending.forget_windows()
         trainer.log.write("rewind", found.step, steps=steps, why="spike")
 
     def last_words(self) -> str:
-        """Of the whole run, and not of what went on since it was resumed."""
+        """Counts the spikes of the whole run from its log, including those before a resumption."""
         try:
             told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
         except ConfigError as error:
@@ -225,6 +249,6 @@ def _examples(numbers: Sequence[int]) -> str:
 
 
 def watch_of(trainer: Trainer) -> Watch:
-    """What looks after a run: its guard, and this."""
+    """Builds the callbacks of a run: its guard, and the spike watch if `on_spike` is set."""
     guard = guarded.watch_of(trainer)
     return Several([guard, SpikeWatch(trainer)]) if trainer.config.on_spike else guard

@@ -1,4 +1,8 @@
-"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): objective, gradient, update."""
+"""Parts of an optimizer step: memory options, objective, clipping and update.
+
+A run (`trainer`) and its memory plan (`planning`) share these functions, so the plan traces the
+same code.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,21 @@ from narrowgauge.train.optimizer import apply_memory_options
 from narrowgauge.train.pending import Decision
 from narrowgauge.train.tasks import TrainTask
 
-Call = Callable[..., Any]  # call(compute, *given) is compute(*given), inside a forward pass of the model
+# call(compute, *args) returns compute(*args), run inside a forward pass of the (wrapped) model
+Call = Callable[..., Any]
 
 
 def ready(
     config: TrainConfig, task: TrainTask, model: Any, precision: Precision, device: torch.device, probe: Callable[[], Batch], on_gpu: bool
 ) -> tuple[list[str], Objective]:  # fmt: skip
-    """What saves memory, in place, with a sentence on each, and the loss. Call it before the optimizer is built: it holds what trains.
+    """Applies the memory options to the model in place.
 
-    probe  a micro-batch of the first step, which has the largest shape
+    Returns (one sentence per option, the objective).
+
+    probe   returns a micro-batch of the first step, which has the largest shape
+    on_gpu  replace the attention implementation where its masks allow (`attention`)
+
+    Call it before the optimizer is built: freezing decides which parameters the optimizer gets.
     """
     if on_gpu:
         use_attention_of_whole_rows(model, probe())
@@ -37,16 +47,26 @@ def ready(
 def loss_of(
     call: Call, objective: Objective, batch: Batch, device: torch.device, precision: Precision, targets: int | Tensor, checked: bool
 ) -> Tensor:  # fmt: skip
-    """The part of a micro-batch in the loss of a step with so many targets. checked: its labels were looked at."""
+    """Loss of one micro-batch, divided by the number of targets of the whole step.
+
+    call     runs the objective inside the model's forward pass
+    checked  the labels were validated on the host already
+    """
     with precision.context(device.type):
         loss: Tensor = call(objective, batch, device, checked=checked) / targets
     return loss
 
 
 def clipped(config: TrainConfig, model: nn.Module, stages: Any = None, held: HeldGradients | None = None) -> Tensor:
-    """Clips the gradients of a step; their norm before. held: where they wait in FP8, and the step clips them."""
+    """Clips the gradients of a step in place. Returns their norm before clipping.
+
+    stages  process group of the pipeline stages, which share one norm
+    held    FP8 gradient storage; its gradients are only measured here, and the optimizer step clips
+            them
+    """
     if held is not None:
         return held.measure()
+    # Wide: float64 sums of squares give one process the same norm as its shards on several ranks.
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 
@@ -56,11 +76,14 @@ def update(
     advance: Callable[[], None],
     decision: Decision | None = None,
 ) -> None:
-    """The optimizer's step, and what follows it. advance: `narrowgauge.advance` of the model.
+    """Runs the optimizer step, updates the loss scale and calls `advance`.
 
-    decision: the device leaves it out, if it is to be left out, and nothing waits; None: the host has looked, or a GradScaler looks
+    advance   `narrowgauge.advance` of the model
+    decision  device-side flags that skip the update without a host sync; None: the host has checked
+              the numbers, or GradScaler checks them
     """
     if decision is not None:
+        # Not scaler.step(): it reads found_inf with .item(), which waits for the device.
         decision.tell(optimizer)
         optimizer.step()
         if scaler:

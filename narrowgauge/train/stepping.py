@@ -1,6 +1,7 @@
-"""A run that steps inside the backward pass (`step_in_backward`), or whose gradients wait for the step in FP8 (`held_gradients`).
+"""Runs with `step_in_backward` or `held_gradients`: restrictions, messages and backward passes.
 
-What these exclude, what is said of them, and how a step of the first is taken.
+The first updates each parameter inside backward. The second stores gradients in FP8 until the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -27,17 +28,23 @@ WORDS = {
 
 
 def refuse(config: TrainConfig, layout: Layout) -> None:
-    """ConfigError where ranks do not see whole gradients in backward."""
+    """Raises ConfigError if the layout sums gradients over ranks only after backward."""
     key = "step_in_backward" if config.step_in_backward else "held_gradients" if config.held_gradients == "fp8" else ""
+    # FSDP2 alone reduces gradients inside backward. Hooks under DDP see gradients before they are
+    # summed over ranks.
     if key and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
         raise ConfigError(
             f"{key} = {shown(getattr(config, key))}: with parallel = {str(layout)!r} a gradient is not whole in backward, but summed "
-            "over ranks later. Take parallel = 'fsdp', or leave one of them out."
+            "over ranks later. Take parallel = 'fsdp', or leave one of them out.",
+            code="in-backward.parallel",
         )
 
 
 def begin(config: TrainConfig, optimizer: Any, passes: int) -> InBackward | HeldGradients | None:
-    """Lets the optimizer step in backward, or hold gradients in FP8, if the run is to. passes: backward passes of a step on this rank."""
+    """Registers hooks for step-in-backward or FP8 gradient storage; None if the run has neither.
+
+    passes  backward passes per step on this rank
+    """
     if config.held_gradients == "fp8":
         return hold_gradients(optimizer, clip_norm=config.clip or None)
     if not config.step_in_backward:
@@ -49,7 +56,7 @@ def begin(config: TrainConfig, optimizer: Any, passes: int) -> InBackward | Held
 
 
 def summary(config: TrainConfig, begun: InBackward | HeldGradients | None) -> list[str]:
-    """What a run says of it."""
+    """Sentences that the run prints about step-in-backward or FP8 gradient storage."""
     if isinstance(begun, HeldGradients):
         return [f"{begun.matrices} matrices hold their gradients in FP8 until the step, which decodes them one by one."]
     if begun is None:
@@ -59,20 +66,25 @@ def summary(config: TrainConfig, begun: InBackward | HeldGradients | None) -> li
 
 
 def take(stepping: InBackward, backward: Callable[[], Tensor], between: Callable[[Tensor], None]) -> Tensor:
-    """`backward` once, or twice with two passes; returns its losses. between: called with those of the first before the second."""
+    """Runs `backward` once, or twice with two-pass clipping. Returns the losses of the last pass.
+
+    between  called with the losses of the measuring pass, before the pass that updates parameters
+    """
     if not stepping.takes_two_passes:
         return backward()
     between(stepping.measure(backward))
+    # Second pass on the same batch and random draws, now with updates.
     losses: Tensor = stepping.step_measured(backward)
     return losses
 
 
 def lost(step: int, loss: float, norm: float) -> NumericsError | None:
-    """What to raise after a pass that has stepped with numbers that are not finite."""
+    """Returns the error to raise if a step in backward had a non-finite loss or norm, else None."""
     if math.isfinite(loss) and math.isfinite(norm):
         return None
     return NumericsError(
         f"step {step}: loss {loss}, gradient norm {norm}. Parameters had stepped in backward before it was seen, so the weights "
         "in memory are lost; nothing was saved since the last checkpoint. Lower the learning rate, or resume with "
-        "clip_by = 'two-pass', which finds the place before anything changes."
+        "clip_by = 'two-pass', which finds the place before anything changes.",
+        code="loss.not-finite",
     )

@@ -1,8 +1,9 @@
-"""Statistics of tensors at chosen steps: what the format makes of x, w and gy, and how rows and channels differ.
+"""Statistics of matmul operands at chosen steps: quantization error, spread over rows and channels.
 
-What a format makes of tensors is told of three Linears, the first, the middle and the last of the quantized ones; how large rows of gy
-and channels of x are, of all of them. An observer on each sees the operands of its products as they are, so nothing is computed twice;
-only the first micro-batch of the step is counted.
+Quantization errors of x, w and grad_output come from three layers: the first, the middle and the
+last quantized Linear. The spreads of grad_output's rows and x's channels come from all layers. An
+observer reads the operands of each matmul, so nothing is computed twice. Only the first micro-batch
+of a step is used.
 """
 
 from collections.abc import Iterator
@@ -25,17 +26,20 @@ from narrowgauge.train.metrics import MetricsLog
 WHERE = {("output", "x"), ("output", "w"), ("grad_input", "gy")}
 
 
-Events = dict[tuple[str, str], tuple[str, dict[str, Any]]]  # (module, role) -> the kind of an event, and its fields
+Events = dict[tuple[str, str], tuple[str, dict[str, Any]]]  # (module, role) -> (event name, fields)
 
 
 class NonfiniteAmax:
-    """Logs amax readings that were not finite, once for each more."""
+    """Logs non-finite amax readings, once per increase of their count."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = {}
 
     def report(self, step: int, counts: dict[tuple[str, str], int], log: MetricsLog, show: Console) -> None:
-        """counts: as `narrowgauge.conversion.nonfinite_amax` has them, of all stages."""
+        """Logs and prints each layer whose count has grown.
+
+        counts  from `narrowgauge.conversion.nonfinite_amax`, of all pipeline stages
+        """
         for (module, role), count in counts.items():
             if count > self.counts.get((module, role), 0):
                 log.write("nonfinite_amax", step, module=module, role=role, count=count)
@@ -47,7 +51,10 @@ class NonfiniteAmax:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Events]:
-    """Inside the block operands are noted: `tensor` events of the chosen layers, `spread` events of all."""
+    """Collects operand statistics inside the block.
+
+    Yields a table that receives `tensor` events of three layers and `spread` events of all.
+    """
     events: Events = {}
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
     names = [name for name, each in layers.items() if each.recipe is not None and each.recipe.output != Gemm()]
@@ -64,13 +71,15 @@ def watched(model: nn.Module) -> Iterator[Events]:
 def _note(
     events: Events, module: str, layer: QLinear, is_chosen: bool, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor
 ) -> None:  # fmt: skip
+    # The first call in the step wins: that is the first micro-batch.
     if is_chosen and (module, role) not in events and (gemm, role) in WHERE and isinstance(operand, QTensor):
         events[module, role] = "tensor", {"module": module, "role": role, **operand_statistics(original, operand)}
     if (module, f"spread of {role}") in events or role not in ("x", "gy"):
         return
     if role == "x" and gemm == "output" and layer.recipe is not None:
         found: Any = {"channels": dict(channel_spread(original, layer.recipe.output.rotate))}
-    elif role == "gy" and original.shape[1] == layer.weight.shape[0]:  # grad_weight reads it transposed
+    # grad_weight reads the transpose, which has another shape here
+    elif role == "gy" and original.shape[1] == layer.weight.shape[0]:
         found = {"rows": dict(row_spread(original))}
     else:
         return
@@ -78,7 +87,11 @@ def _note(
 
 
 def operand_statistics(original: Tensor, operand: QTensor) -> dict[str, Any]:
-    """A `tensor` event (docs/architecture.md). With many tiles, `scale` is the largest one of those that hold more than zeros."""
+    """Fields of a `tensor` event (docs/architecture.md).
+
+    With several tiles, `scale` is the largest among tiles with a nonzero value: an all-zero tile
+    has scale 1, which hid the others.
+    """
     format = operand.cast.format
     scales = operand.full_scale()
     spread = times_scale(torch.ones(operand.shape, device=operand.device), scales, operand.cast.tile)

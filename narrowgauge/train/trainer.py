@@ -1,14 +1,18 @@
-"""A run in progress: its parts, one optimizer step, what is logged, evaluated and saved.
+"""Training loop of one run: forward, backward, optimizer step, logging, evaluation and checkpoints.
 
-    for each micro-batch:  loss = sum of -log p / targets of the whole step;  backward
-    stop here if loss or gradient norm is not finite: nothing has been changed yet
+    for each micro-batch:  loss = sum(-log p) / targets of the whole step; loss.backward()
+    raise NumericsError if the loss or the gradient norm is not finite: nothing has changed yet
     clip, optimizer.step(), advance(model)
 
-On a GPU the device stops: it leaves out this update and those after it, and the host, which waits for nothing else, finds that when it
-reads the numbers of several steps together (`pending`): before it prints, logs, evaluates, saves or ends. CUDA graphs and steps in backward
-are read step by step. A run that goes on from the checkpoint of step k continues with batch k + 1 of the same sequence.
-What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`). On several ranks (`parallel`) each has
-its micro-batches of a step; what decides anything, and what is logged, is of all of them together.
+On a GPU the loss readback is deferred (`pending`): the device skips the update of a non-finite step
+and all later updates. The host copies the losses of several steps at once, before it prints, logs,
+evaluates, saves or ends. With CUDA graphs, or with updates in backward, it reads the loss after
+every step. A float16 overflow skips only its own update.
+
+A run that resumes from the checkpoint of step k continues with batch k + 1 of the same sequence.
+The task (`tasks.task`) defines the data, the loss and the metrics. On several ranks (`parallel`)
+each rank computes its own micro-batches of a step. Decisions and logged values always cover all
+ranks.
 """
 
 import math
@@ -57,36 +61,56 @@ from narrowgauge.train.tasks.task import Compute
 from narrowgauge.train.tensor_stats import NonfiniteAmax, watched
 from narrowgauge.train.watch import Watch
 
-MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
+# float16: so many overflows in a row mean that lowering the loss scale does not help
+MOST_SKIPPED_STEPS = 20
 
 
 class Trainer:
-    """The parts of a run in progress."""
+    """State of a run in progress: model, optimizer, data feed, counters and log.
+
+    step, saved_step   finished optimizer steps, and the step of the newest checkpoint
+    skipped_steps      consecutive float16 overflows up to now
+    trained_s          seconds of training, summed over all resumptions
+    resumed_from       path of the checkpoint that the run resumed from, or ''
+    carried            {"parent": facts} in the checkpoints of a branch, else {}
+    policy             resolved activation checkpointing policy; "auto" never stays
+    stages             recipe switches of the run, by step
+    numbers            maps one pipeline stage's parameters to the indices of an optimizer of the
+                       whole model; None without stages
+    stepping, holding  step-in-backward hooks, and FP8 gradient storage; None if the run does not
+                       use them
+    pending, decision  queue of unread steps and device-side flags; None: the host reads every step
+                       before its update
+    """
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
         has_own_peak: bool = True, ranks: Ranks | None = None, watch: Callable[[Any], Watch] = lambda trainer: Watch(),
     ) -> None:  # fmt: skip
-        """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one.
+        """Builds all parts and resumes from the newest valid checkpoint, if there is one.
 
-        has_own_peak  the peak of memory is this run's; else it is of the runs before as well, and is not recorded
-        ranks         among which the micro-batches of a step (config.micro_batches) are shared; None: one
-        watch         gives what looks after this run
+        has_own_peak  the process's peak memory belongs to this run alone; if False, earlier runs
+                      contribute to it and the peak is not recorded
+        ranks         the ranks that share the micro-batches of a step (config.micro_batches); None:
+                      one process
+        watch         builds the callbacks of this run (`watch.Watch`)
         """
         self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak
         self.config, self.folder, self.task, self.log = config, folder, task, log
-        self.step = self.saved_step = 0  # finished optimizer steps
-        self.skipped_steps = 0  # in a row, of float16
-        self.trained_s = 0.0  # over all resumptions
+        self.step = self.saved_step = 0
+        self.skipped_steps = 0
+        self.trained_s = 0.0
         self.resumed_from = ""
-        self.carried: dict[str, Any] = {}  # that a branch's checkpoints say of its parent
+        self.carried: dict[str, Any] = {}
         self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
         self.amax_log = NonfiniteAmax()
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
-        self.policy, why = self._policy()  # before the model takes memory
-        # What recipe "auto" chose when the run began: a resumed run computes the same.
+        # Before the model is allocated: estimating needs the free memory
+        self.policy, why = self._policy()
+        # Read the recorded choices of recipe "auto": a new measurement could choose other recipes,
+        # and a resumed run must compute the same numbers.
         choices = (
             read_run(folder.run).get("auto") if folder.run.exists() and (folder.has_run() or config.parent) else None
         )
@@ -102,11 +126,13 @@ class Trainer:
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
         self.stages = stages(config, self.model)
-        # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
+        # Index parameters as an optimizer of the unsplit model would, so that checkpoints do not
+        # depend on the number of pipeline stages.
         self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
         self.parallel = Parallel(config, self.model, ranks, self.objective, self._probe)
         if self.parallel.pipeline is not None:
-            self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
+            # The task's objective refers to the head of the whole model
+            self.objective = self.parallel.pipeline.objective
         self.optimizer = self._new_optimizer()
         begun = stepping.begin(config, self.optimizer, config.micro_batches // ranks.layout.data)
         self.stepping = begun if isinstance(begun, InBackward) else None
@@ -116,12 +142,14 @@ class Trainer:
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self.watch = watch(self)
         self._resume()
+        # Snapshot the generators after resuming: `train` restores them, because console output in
+        # between may draw random numbers.
         self.generators = generators()
         backward = partial(self.backward, self.objective, checked=True)
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
-        # Why the optimizer's step is not asked to cast weights, or ''.
+        # Reason why the optimizer step leaves casting weights to the forward pass; '' if it casts.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
-        self.pending: Pending | None = None  # None: each step is read before its update
+        self.pending: Pending | None = None
         self.decision: Decision | None = None
         if waits(device) and self.graphs is None and self.stepping is None:
             self.decision = self.new_decision()
@@ -129,21 +157,33 @@ class Trainer:
         self._compare_ranks()
 
     def new_decision(self) -> Decision:
-        """What the device decides by from here on."""
+        """Creates the device-side flags that skip or halt updates.
+
+        The count of consecutive skipped steps starts from the present one.
+        """
         scales = self.scaler is not None
         return Decision(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.skipped_steps)
 
     def _policy(self) -> tuple[str, str]:
-        """The policy of checkpointing, the same on all ranks, and why where it was chosen."""
+        """Returns (activation checkpointing policy, reason).
+
+        The reason is '' unless the policy was "auto".
+
+        Rank 0 resolves "auto" and broadcasts the result, since estimates could differ between
+        ranks.
+        """
         if self.config.checkpointing != "auto":
             return self.config.checkpointing, ""
-        from narrowgauge.train.planning.policy import settled  # counts, which no other run does
+        from narrowgauge.train.planning.policy import settled  # lazy: only "auto" traces the model
 
         policy, why = self.ranks.told_by_first(lambda: settled(self.config, self.device))
         return policy, why
 
     def _built(self, choices: dict[str, str] | None) -> Any:
-        """The model. Recipe "auto" chooses by the measurements of rank 0, on all ranks."""
+        """Builds the model.
+
+        Rank 0 measures for recipe "auto", and all other ranks build with its choices.
+        """
         ranks, config, task = self.ranks, self.config, self.task
         model: Any = None
         if ranks.is_first or "auto" not in (config.recipe, *config.layers_recipe.values()):
@@ -152,7 +192,7 @@ class Trainer:
         return model or build(config, task.model, self.device, task.tokens_at_once(), chosen_first)
 
     def _probe(self) -> dict[str, Any]:
-        """Inputs of the first step's largest micro-batch."""
+        """Inputs of the largest micro-batch of the first step."""
         return inputs_of(self.feed.probe(), self.device, self.task.options)
 
     def _new_optimizer(self) -> Any:
@@ -167,7 +207,9 @@ class Trainer:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
             if self.ranks.is_first and self.log.path.stat().st_size:
-                # It ended before its first checkpoint, or that is gone: what it logged does not count.
+                # The earlier attempt ended before its first checkpoint, or the checkpoint was
+                # deleted. The resume event at step 0 makes readers of the log ignore its old step
+                # events.
                 tell(
                     f"WARNING: {self.folder.checkpoints} holds no checkpoint to resume from: the run begins at its first step."
                 )
@@ -177,6 +219,7 @@ class Trainer:
         if lost := self.best.restore(found.facts.get("best")):
             tell(f"WARNING: {lost}")
         self.saved_step, self.trained_s = found.step, found.facts["trained_s"]
+        # Spike rule and guard continue from the state that the checkpoint holds.
         self.watch.restore(found.facts)
         self.resumed_from = str(found.path)
         place = str(found.path.relative_to(self.folder.path))
@@ -185,30 +228,39 @@ class Trainer:
             return
         events = read_metrics(self.log.path)
         parent = self.carried.get("parent", {})
+        # A branch resumes from the checkpoint that its creation wrote: the first start logs
+        # `branch`, later ones `resume`.
         if parent.get("step") == self.step and not any(event["event"] == "branch" for event in events):
             self.log.write("branch", **parent)
         else:
             left_out = {"left_out": list(self.feed.left_out)} if self.feed.left_out else {}
             self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped], **left_out)
         logged = (event["path"] for event in events if event["event"] == "checkpoint" and event["step"] <= self.step)
-        if place not in logged:  # a kill came between saving it and logging it
+        # A kill came after the checkpoint was renamed into place and before its event was written
+        if place not in logged:
             self.log.write("checkpoint", self.step, path=place)
 
     def take_up(self, found: store.Checkpoint) -> None:
-        """The state of a checkpoint of this run becomes the present one."""
+        """Loads a checkpoint of this run into model, optimizer, scaler, data feed and counters."""
         tensors, rest = found.tensors, found.facts["state"]
         if self.numbers is not None:
             with state.unusable(str(found.path)):
                 tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
         state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
-        for agreement in self.parallel.agreements:  # checkpoints of before have none
+        # Older checkpoints have no agreement state: start from the seed and the step
+        for agreement in self.parallel.agreements:
             agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
         with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
         self.step, self.skipped_steps = found.step, found.facts["skipped_steps"]
 
     def _become(self, found: store.Checkpoint) -> None:
-        """Gives layers the recipes that they had at the step of a checkpoint of this run."""
+        """Applies the recipe switches before the checkpoint's step.
+
+        Refuses a checkpoint of another run.
+
+        Runs before the tensors are loaded: a layer's buffers depend on its recipe.
+        """
         self.watch.prepare(found.facts)
         past = self._past_switches(found.step)
         same_run.refuse(found, self.config, self._numeric_settings(), self.task.identity, past)
@@ -220,7 +272,7 @@ class Trainer:
         return [stage.switch for stage in self.stages if stage.step <= step]
 
     def _numeric_settings(self) -> dict[str, Any]:
-        """Settings that change the arithmetic but not the tensors' names and shapes."""
+        """Settings that change the arithmetic and leave the names and shapes of tensors alone."""
         own = {
             key: getattr(self.config, key)
             for key in ("recipe", "embedding_codes", "precision", "optimizer", "states", "master", "loss")
@@ -229,15 +281,18 @@ class Trainer:
         return own | {"keep_float32": kept, "recipes": dict(self.config.layers_recipe), "auto": self.auto}
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
-        """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
+        """Trains until the last step or a stop request.
+
+        Returns "finished", "interrupted" or "preempted".
+        """
         config, self.stop = self.config, stop
-        set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
+        set_generators(self.generators)  # importing rich for console output draws random numbers
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
         while self.step < config.steps and not stop.requested:
             self.watch.before_step(show)
             if stop.requested:
-                break  # what it cut short begins anew
+                break  # the interrupted guard check or spike judgement is repeated after resuming
             started_at_s = time.monotonic()
             self._switch(show)
             if self.pending is not None:
@@ -245,7 +300,7 @@ class Trainer:
             try:
                 numbers, inputs = self._watched_step(monitor, show)
             except DataError:
-                self._read(show)  # what was computed before is logged
+                self._read(show)  # log the steps computed before the data error
                 raise
             numbers["peak_bytes"] = peak_bytes(self.device) if self.has_own_peak else 0
             numbers |= {"compiled_graphs": launches.compiled_graphs()} if config.compile else {}
@@ -262,26 +317,34 @@ class Trainer:
             if self._is_due(config.eval_every):
                 self._evaluate(show)
             if (stop.requested and self.step != self.saved_step) or self._is_due(config.checkpoint_every):
-                self._read(show)  # a signal may come at any time
+                self._read(show)  # a stop request can arrive between the last read and this line
                 self._save()
         self._read(show)
-        if self.step > self.saved_step:  # asked to stop after this step had looked whether to save
+        if self.step > self.saved_step:  # the stop request came after the loop had tested for it
             self._save()
         return stop.requested if self.step < config.steps else "finished"
 
     def _log_step(self, number: int, numbers: dict[str, Any], inputs: int, spent_s: float, show: Console) -> None:
-        """Of a step whose numbers are known."""
+        """Logs and prints one step whose loss and gradient norm have been read."""
         self.trained_s += spent_s
         speed = inputs / spent_s
         self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
+        # Watches see every step exactly once and in order, whether it was read alone or with
+        # others.
         self.watch.saw(number, numbers["loss"], numbers["grad_norm"])
         show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
 
     def _is_read_after(self, number: int, monitor: launches.LaunchMonitor) -> bool:
-        """Whether the host reads the steps so far after this one: their numbers are told or used then, or the next step is another."""
+        """True if the host must read all queued steps after this one.
+
+        Reasons: their numbers are logged or used, the next step is measured or switches recipes,
+        MOST steps are queued, or a stop was requested.
+        """
         config, following = self.config, number + 1
         intervals = [config.log_every, config.eval_every, config.checkpoint_every, config.digest_every]
         intervals.append(config.tensor_every)
+        # A step with tensor statistics waits for the device, so its time must not be shared with
+        # earlier steps: read them before it.
         is_due = any(map(self._is_due, intervals)) or (config.tensor_every > 0 and following % config.tensor_every == 0)
         measured = monitor.measures(following) or monitor.measures(number)
         switches = any(stage.step == following for stage in self.stages)
@@ -289,19 +352,29 @@ class Trainer:
         return is_due or measured or switches or most or self.watch.reads_after(number) or bool(self.stop.requested)
 
     def _read(self, show: Console) -> None:
-        """Reads and logs the steps that were launched; ends the run where one of them has to. Time is shared out by tokens."""
+        """Copies the results of all queued steps to the host and logs them.
+
+        Ends the run at the first fatal step.
+
+        The elapsed time of the queue is divided among its steps in proportion to their input
+        tokens.
+        """
         if self.pending is None or not self.pending.steps:
             return
         steps, readings = self.pending.steps, self.pending.read()
         per_token_s = (time.monotonic() - self.pending.started_at_s) / sum(each.inputs for each in steps)
         self.pending.steps = []
         if isinstance(self.optimizer, NarrowOptimizer):
+            # Correct the optimizer's step counts before any of its state is saved or logged.
             self.optimizer.settle([not math.isfinite(norm) for *_, norm in readings])
         newest = self.step
         for each, (*losses, norm) in zip(steps, readings, strict=True):
             self.ranks.place = f"step {each.number}"
             loss, norm = agreed(losses, norm, self.ranks)
             if not self.is_fine(loss, norm):
+                # The device halted this update and all later ones, so the weights are those of the
+                # step before. Restore amax histories and RNG counters to that step, and repeat it
+                # to locate the non-finite value.
                 self.step = each.number - 1
                 self.pending.put_back(each, self.parallel.agreements)
                 self._end_nonfinite(loss, norm, each.micro_batches, each.numbers["tokens"])
@@ -310,30 +383,37 @@ class Trainer:
         self.step = newest
 
     def _compare_ranks(self) -> None:
-        """Raises DriftError if ranks differ in what they hold alike."""
+        """Raises DriftError if replicated tensors differ between ranks."""
         self.ranks.place = place = f"step {self.step}"
         if self.ranks.layout.data * self.ranks.layout.tp > 1:
             held = digest.replicated(self.model, self.optimizer)
             digest.refuse_drift(held, place, self.device, self.parallel.mesh)
 
     def _is_due(self, every: int) -> bool:
-        """Whether what is done every so many steps is done after this one; 0: only after the last."""
+        """True if an action with this interval is due after the current step.
+
+        Interval 0: only after the last step.
+        """
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def _switch(self, show: Console) -> None:
-        """Gives layers the recipes that begin with the next step."""
+        """Applies the recipe switches that start with the next step."""
         for stage in self.stages:
             if stage.step == self.step + 1 and stage.changes:
                 stage.apply(self.model)
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
                 if self.graphs is not None:
+                    # A captured graph replays the kernels of the old recipe.
                     self.graphs.renew()
                 if self.pending is not None:
                     self.pending.forget_windows()
 
     def _watched_step(self, monitor: launches.LaunchMonitor, show: Console) -> tuple[dict[str, Any], int]:
-        """`_optimizer_step`, with statistics of tensors or the GPU's idle time where they are due."""
+        """Runs `_optimizer_step`.
+
+        Adds tensor statistics or a measurement of GPU idle time where due.
+        """
         config, number = self.config, self.step + 1
         watches = config.tensor_every > 0 and not (config.compile or config.cuda_graph)
         if watches and number % config.tensor_every == 0:
@@ -342,15 +422,20 @@ class Trainer:
             for kind, fields in self.parallel.of_all(events).values():
                 self.log.write(kind, self.step, **fields)
             return taken
+        # A step with tensor statistics waits for the device all the time, so its idle time means
+        # nothing. Measure the next step instead.
         follows = watches and self.step % config.tensor_every == 0
         if monitor.measures(number) or (follows and monitor.measures(self.step)):
             return monitor.measured(number, self._optimizer_step, self.log, show)
         return self._optimizer_step()
 
     def _optimizer_step(self) -> tuple[dict[str, Any], int]:
-        """One step, all micro-batches; returns what the log says of it, and how many tokens the model read.
+        """Runs one optimizer step over all micro-batches.
 
-        Raises NumericsError before anything changes; where it is not read yet, loss and norm are not among what is returned.
+        Returns (fields of the step event, input tokens).
+
+        Raises NumericsError before anything changes. While the readback is deferred, the fields
+        lack loss and gradient norm.
         """
         number = self.step + 1
         self.ranks.place = f"step {number}"
@@ -378,8 +463,14 @@ class Trainer:
     def _launched(
         self, pending: Pending, numbers: dict[str, Any], micro_batches: list[Batch], inputs: int
     ) -> dict[str, Any]:
-        """A step whose numbers are read later; returns what the log will say beside them, to which more may be added."""
+        """Queues a step on the device without reading its results.
+
+        Returns the fields of its step event. The caller may add to this dict until the step is
+        read.
+        """
         assert self.decision is not None
+        # Copy amax histories and RNG counters before the forward pass changes them: repeating a
+        # non-finite step needs them.
         windows, counted = pending.windows(self.model), [each.step for each in self.parallel.agreements]
         readings = self.gradient(micro_batches, numbers["tokens"])
         self.decision.see(readings)
@@ -389,7 +480,11 @@ class Trainer:
         return numbers
 
     def gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
-        """The gradient of a step, clipped; on the device: the losses of its micro-batches, and the norm before clipping."""
+        """Computes and clips the gradient of a step.
+
+        Returns a 1-d tensor on the device: the loss of each micro-batch, then the gradient norm
+        before clipping.
+        """
         if self.graphs is not None:
             for batch in micro_batches:
                 launches.accumulate(self.graphs, batch, targets, self.objective.head)
@@ -407,10 +502,14 @@ class Trainer:
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _step_in_backward(self, inside: InBackward, micro_batches: list[Batch], targets: int) -> tuple[float, float]:
-        """The loss of a step and the norm of its gradient; its parameters have stepped in its last backward pass."""
+        """Runs a step whose parameters are updated inside its last backward pass.
+
+        Returns (loss, gradient norm).
+        """
 
         def backward() -> Tensor:
-            self.parallel.follows(True)  # each micro-batch: what is summed in FP8 is the part of this rank
+            # Reduce gradients in each micro-batch: the FP8 sum must hold this rank's shard
+            self.parallel.follows(True)
             return torch.stack([self.backward(self.objective, batch, targets) for batch in micro_batches])
 
         def between(losses: Tensor) -> None:
@@ -423,6 +522,8 @@ class Trainer:
         inside.end_step()
         norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
         found = agreed(*read(torch.cat((losses, norm[None]))), self.ranks)
+        # With a single backward pass, parameters have changed before the host can see a non-finite
+        # loss: nothing is left to locate it with.
         if (error := stepping.lost(self.step + 1, *found)) is not None:
             self.log.write("step", self.step + 1, loss=found[0], grad_norm=found[1])
             self.log.write("nonfinite", self.step + 1, where="a step in backward, where it is not looked for")
@@ -430,12 +531,15 @@ class Trainer:
         return found
 
     def repeat_draws(self) -> None:
-        """The next pass of this step draws what ranks have drawn once more."""
+        """Makes the next pass of this step repeat the random draws that all ranks share."""
         for agreement in self.parallel.agreements:
             agreement.micro_batch = 0
 
     def backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
-        """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
+        """Accumulates the gradient of one micro-batch. Returns its detached loss.
+
+        checked  the labels were validated on the host already
+        """
         loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
@@ -445,21 +549,27 @@ class Trainer:
             self._end_nonfinite(loss, grad_norm, micro_batches, targets)
 
     def is_fine(self, loss: float, grad_norm: float) -> bool:
-        """Whether the run goes on after a step with these numbers; called once for each, in order."""
+        """True if the run continues after a step with these numbers.
+
+        Counts skipped steps, so call it once per step and in order.
+        """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_steps = 0
             return True
         self.skipped_steps += 1
-        # float16 overflowed: this step is left out, and the scaler lowers its scale
+        # float16 overflow: the optimizer skips this update and GradScaler lowers the scale
         return self.scaler is not None and math.isfinite(loss) and self.skipped_steps <= MOST_SKIPPED_STEPS
 
     def _end_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> NoReturn:
-        """Takes the step after this one's weights once more to see where it appeared, and raises NumericsError."""
+        """Names the first non-finite module in a NumericsError.
+
+        Repeats the step from the current weights, under hooks.
+        """
         number = self.step + 1
         self.optimizer.zero_grad()
         whole = replace(
             self.objective, forward=self.model, options=self.task.options, head=None
-        )  # and uncompiled: all hooks run
+        )  # the whole, uncompiled model: compiled code and the chunked head run no hooks
 
         pipeline = self.parallel.pipeline
         self.parallel.follows(False)
@@ -480,15 +590,17 @@ class Trainer:
         raise NumericsError(
             f"step {number}: loss {loss}, gradient norm {grad_norm}. It appeared first at {where}. "
             f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
-            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'."
+            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'.",
+            code="loss.not-finite",
         )
 
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:
-        """The task's metrics, the best weights by one of them, and a sample of text."""
+        """Logs the task's metrics, updates the best weights, and logs a generated sample."""
         self._set_training(False)
         found, wide = self.scores(self.config.eval_wide)
         self.log.write("eval", self.step, **found, **({"wide": wide} if wide else {}), elapsed_s=self.trained_s)
+        # The best weights are for export: recipe states stay out.
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
         show.say(f"step {self.step}: validation {scoring.words(found, wide)}{', the best so far' if is_best else ''}")
@@ -502,7 +614,13 @@ class Trainer:
 
     @torch.no_grad()
     def scores(self, both: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The task's metrics in evaluation mode, as the run computes; and in 16 bits, if `both` are wanted and it computes narrow."""
+        """Computes the task's metrics in evaluation mode.
+
+        Returns (metrics in the run's recipe, metrics in 16 bits or None).
+
+        both  also score with all matmuls in 16 bits; None is returned if the recipe's forward pass
+              is in 16 bits anyway
+        """
         shared = partial(
             readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
         )
@@ -521,7 +639,7 @@ class Trainer:
             return self.parallel(compute or self.objective.scored, batch, self.device)
 
     def collected(self) -> tuple[store.Tensors, dict[str, Any]]:
-        """Tensors and facts of a checkpoint."""
+        """Returns (tensors, facts) of a checkpoint of the current step."""
         tensors, rest = (self.numbers or state).collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
@@ -535,16 +653,19 @@ class Trainer:
             **self.carried,
             **self.watch.facts(),
         }
-        for agreement in self.parallel.agreements[:1]:  # those of other stages say the same
+        for agreement in self.parallel.agreements[:1]:  # pipeline stages count identically
             facts["agreement"] = agreement.state_dict()
         return tensors, facts
 
     def _save(self) -> None:
         started_at_s = time.monotonic()
         tensors, facts = self.collected()
-        self.log.sync()  # a run that goes on from here has the lines of the steps before
+        # Sync the log first: a run that resumes here must find the events of all earlier steps
+        self.log.sync()
         path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step
+        # Only now: until the checkpoint is on disk, a resumed run needs the best weights that the
+        # older checkpoint names.
         self.best.clear()
         self.watch.saved()
         save_s = time.monotonic() - started_at_s
@@ -552,6 +673,9 @@ class Trainer:
 
 
 def read(readings: Tensor) -> tuple[list[float], float]:
-    """Copies the losses of micro-batches and the gradient norm to the host: the step's only synchronisation."""
+    """Copies micro-batch losses and gradient norm to the host.
+
+    This is the only synchronisation of the step.
+    """
     *losses, norm = readings.tolist()
     return losses, norm

@@ -1,17 +1,23 @@
-"""The guard in transformers' Trainer: `GuardedTrainer`, or `GuardMixin` before a Trainer of one's own.
+"""The guard for transformers' Trainer: `GuardedTrainer`, or `GuardMixin` before a Trainer subclass.
 
-    trainer = GuardedTrainer(model=model, args=args, train_dataset=data, guard="every=2000,steps=100,margin=0.25%,then=warn")
+    trainer = GuardedTrainer(
+        model=model, args=args, train_dataset=data,
+        guard="every=2000,steps=100,margin=0.25%,then=warn"
+    )
     trainer.train()
 
-A callback alone does not see what a step is made of, so `training_step`, the method that Trainer's documentation names for overriding,
-keeps the micro-batches while a check is under way; `GuardCallback` begins and ends the checks between two steps. In BF16 they are taken
-once more by the Trainer's own `training_step` (so with its loss, its accumulation, its autocast and its loss scale), clipped, stepped and
-scheduled as its loop does. Other callbacks are not called for these steps.
+A TrainerCallback cannot see the micro-batches of a step. `training_step`, which Trainer documents
+for overriding, therefore stores the micro-batches during a check. `GuardCallback` starts and ends
+checks between two steps. The BF16 reference repeats these micro-batches by the Trainer's own
+`training_step`, so with its loss, accumulation, autocast and loss scale. Clipping, optimizer and
+scheduler follow as in the Trainer's loop. Other callbacks are not called for reference steps.
 
-Verdicts go where the Trainer logs, numbers by `Trainer.log`, sentences by transformers' logger. What the guard knows lies in
-trainer_state.json of every checkpoint of the Trainer, so a resumed run is guarded as it was.
+Verdicts go to the Trainer's logs: numbers by `Trainer.log`, sentences by transformers' logger.
+trainer_state.json of every checkpoint stores the guard's state, so a resumed run is guarded as
+before.
 
-Left out: DeepSpeed, which steps in its own engine, and more than one GPU in one process (DataParallel).
+Not supported: DeepSpeed, whose engine steps by itself, and several GPUs in one process
+(DataParallel).
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from narrowgauge.diagnose.guard.loop import Guard
 from narrowgauge.diagnose.guard.verdict import WORSE
 from narrowgauge.errors import ConfigError
 
-KEY = "narrowgauge_guard"  # in `TrainerState.stateful_callbacks`
+KEY = "narrowgauge_guard"  # key in `TrainerState.stateful_callbacks`
 NUMBERS = (
     "difference",
     "same",
@@ -40,18 +46,19 @@ NUMBERS = (
     "e_worse",
     "e_within",
     "checks",
-)  # of a verdict that `Trainer.log` gets
+)  # fields of a verdict that go to `Trainer.log`
 
 logger = logging.get_logger(__name__)
 
 
 class GuardMixin:
-    """Goes before a Trainer: `class MyTrainer(GuardMixin, Trainer)`.
+    """Adds a guard to a Trainer: `class MyTrainer(GuardMixin, Trainer)`.
 
-    guard        the settings, as `narrowgauge train --guard`; '': none
-    guard_where  of the copy of the state: "host", or a folder on a disk
+    guard        settings, as for `narrowgauge train --guard`; '': no guard
+    guard_where  place of the state's copy: "host" or a folder on a disk
 
-    trainer.guard is the `narrowgauge.Guard`, from the begin of training on; its `events` have the numbers of every check.
+    `trainer.guard` is the `narrowgauge.Guard` after training has started. Its `events` hold the
+    numbers of every check.
     """
 
     args: Any
@@ -72,15 +79,17 @@ class GuardMixin:
         if getattr(self, "is_deepspeed_enabled", False) or self.args.n_gpu > 1:
             raise ConfigError(
                 "GuardedTrainer: DeepSpeed and DataParallel take steps where they cannot be taken back. Use one process for each GPU "
-                "with DDP or FSDP, or leave the guard out."
+                "with DDP or FSDP, or leave the guard out.",
+                code="guard.trainer-parallel",
             )
-        self.micro_batches: list[dict[str, Any]] = []  # of the optimizer step under way
+        self.micro_batches: list[dict[str, Any]] = []  # of the current optimizer step
         self.step_losses: list[Tensor] = []
         self.items: Any = None
         self.add_callback(GuardCallback(self))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **named: Any) -> Tensor:
-        """The Trainer's; with a guard it keeps what it was given."""
+        """Calls the Trainer's `training_step`. With a guard, also stores its inputs and loss."""
+        # Copy first: Trainer pops entries from `inputs`.
         kept = dict(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch, **named)  # type: ignore[misc]
         if not self.guard_settings:
@@ -91,7 +100,10 @@ class GuardMixin:
         return loss
 
     def step_again(self, batch: dict[str, Any]) -> Tensor:
-        """An optimizer step of what `training_step` kept, as the Trainer's loop makes one; the loss."""
+        """Runs an optimizer step from stored micro-batches, as the Trainer's loop does.
+
+        Returns the summed loss.
+        """
         model, accelerator, losses = self.model_wrapped, self.accelerator, []
         micro_batches = batch["micro_batches"]
         before, self.current_gradient_accumulation_steps = (
@@ -100,6 +112,8 @@ class GuardMixin:
         )
         for inputs in micro_batches:
             is_last = inputs is micro_batches[-1]
+            # As in Trainer's loop: DDP reduces gradients, and accelerate scales them, in the last
+            # micro-batch alone.
             accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else accelerator.no_sync(model=model):
                 losses.append(super().training_step(model, inputs, batch["items"]))  # type: ignore[misc]
@@ -109,7 +123,7 @@ class GuardMixin:
         advance(model)
         if not accelerator.optimizer_step_was_skipped and not hasattr(
             self.lr_scheduler, "best"
-        ):  # which a metric moves
+        ):  # ReduceLROnPlateau, which follows a metric
             self.lr_scheduler.step()
         model.zero_grad()
         self.current_gradient_accumulation_steps = before
@@ -117,7 +131,8 @@ class GuardMixin:
 
     def tell_verdict(self, event: dict[str, Any]) -> None:
         is_worse = event["verdict"] == WORSE
-        was_due = self.control.should_log  # which logging takes away: the step has a line of its own
+        # Trainer.log resets should_log, and the step's own line would be lost
+        was_due = self.control.should_log
         self.log(
             {f"guard_{name}": event[name] for name in NUMBERS if event[name] is not None}
             | {"guard_worse": int(is_worse)}
@@ -128,7 +143,7 @@ class GuardMixin:
 
 
 class GuardCallback(TrainerCallback):  # type: ignore[misc]
-    """Added by `GuardMixin`."""
+    """Starts and ends guard checks between optimizer steps. `GuardMixin` adds it."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -159,4 +174,4 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class GuardedTrainer(GuardMixin, Trainer):  # type: ignore[misc]
-    """transformers.Trainer with a guard; see the module."""
+    """transformers.Trainer with a guard. See the module."""

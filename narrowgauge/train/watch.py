@@ -1,11 +1,12 @@
-"""What looks after a run while it trains: called at fixed places of the loop of `Trainer`. This one does nothing.
+"""Callbacks of the training loop. The base class does nothing.
 
-prepare(facts)          before a checkpoint is taken up, of its facts: what the model was given since the run began is given again
-restore(facts)          after it was taken up
-before_step(show)       the numbers of all steps so far are known if `reads_after` said so
-saw(number, loss, grad_norm)    of a step, as soon as they are known
+prepare(facts)          before a checkpoint is loaded: repeats changes that the callback made to the
+                        model during the run
+restore(facts)          after a checkpoint was loaded
+before_step(show)       the host has read all previous steps if `reads_after` returned True
+saw(number, loss, grad_norm)    once per step, as soon as the host has read it
 after_step(show)        before evaluation and checkpoint
-facts(), saved()        for a checkpoint; when that is on the disk
+facts(), saved()        contents for a checkpoint, and after the checkpoint is on the disk
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from narrowgauge.train.console import Console
 
 
 class Watch:
+    """Callbacks that Trainer calls at fixed places of its loop."""
+
     def prepare(self, facts: Mapping[str, Any]) -> None: ...
 
     def restore(self, facts: Mapping[str, Any]) -> None: ...
@@ -28,7 +31,7 @@ class Watch:
     def after_step(self, show: Console) -> None: ...
 
     def reads_after(self, number: int) -> bool:
-        """Whether the losses up to this step have to be known after it."""
+        """True if the host must read the losses up to this step before the next one."""
         return False
 
     def facts(self) -> dict[str, Any]:
@@ -37,15 +40,15 @@ class Watch:
     def saved(self) -> None: ...
 
     def announce(self, show: Console) -> None:
-        """Before the first step; raises for what will not work."""
+        """Prints a line before the first step. Raises an error for settings that cannot work."""
 
     def last_words(self) -> str:
-        """For the console after the last step, or ''."""
+        """Returns a sentence for the console after the last step, or ''."""
         return ""
 
 
 class Several(Watch):
-    """Watches that know nothing of each other, called in order."""
+    """Calls several independent watches in order."""
 
     def __init__(self, watches: Sequence[Watch]) -> None:
         self.watches = watches

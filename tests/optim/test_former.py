@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import CheckpointError
 from narrowgauge.optim import AdamW, Lion, moments
 from narrowgauge.optim.moments import Encoded
+from tests.raising import raises
 
 ROWS, COLUMNS = 16, 300
 TILES, TILE = 2, 256
@@ -93,5 +94,5 @@ def test_the_first_form_of_four_bits_is_refused_still():
     optimizer = AdamW([nn.Parameter(torch.zeros(ROWS, 512))], states="4bit")
     saved = optimizer.state_dict()
     del saved["param_groups"][0]["form"]
-    with pytest.raises(CheckpointError, match="of an earlier version, whose codes stood for other numbers"):
+    with raises(CheckpointError, "optim.state"):
         optimizer.load_state_dict(saved)

@@ -234,7 +234,8 @@ def batches_of(
             if not makes:
                 raise ConfigError(
                     "optim: a CUDA graph is captured of other parameters than those that stepped before. Run one step of the same "
-                    "parameters before the capture."
+                    "parameters before the capture.",
+                    code="optim.other-parameters",
                 )
             kept[key] = Batch(form_of_step(members[0]), members)
         found.setdefault(device, []).append(kept[key])

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, and how they are written and read."""
+"""Checkpoints of a run: their contents (`state`) and their files (`store`, `sharded`)."""

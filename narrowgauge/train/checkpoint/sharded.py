@@ -1,8 +1,11 @@
-"""Checkpoints of a run on several ranks: what `store` does for one process, with the same folders and facts.
+"""Checkpoints written by several ranks.
 
-All ranks call each function, with the same arguments but for what they hold, and get the same answer or the same error. The
-checkpoint is one of `narrowgauge.distributed.storage`, whose outermost entries are the groups of tensors and "facts". It is read on
-any number of ranks; `store.load` reads it in one process, and `newest_valid` reads what `store` wrote.
+Same folders and facts as in `store`, which serves one process.
+
+All ranks call each function, with equal arguments apart from their own shards, and get the same
+result or the same error. The format is that of `narrowgauge.distributed.storage`, with the groups
+of tensors and "facts" as outermost entries. Any number of ranks can read it. `store.load` reads it
+in one process, and `newest_valid` reads checkpoints written by `store`.
 """
 
 from __future__ import annotations
@@ -26,25 +29,31 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.store import Checkpoint, Tensors, nonfinite
 
 FACTS = "facts"
-OF_FIRST_RANK = frozenset({"rng"})  # groups whose tensors differ between ranks: generators
+OF_FIRST_RANK = frozenset({"rng"})  # groups that differ between ranks: generators
 
 
 def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], process_group: Group = None) -> Path:
-    """Writes checkpoint `step` into `folder` and returns its path. When this returns, the checkpoint is on the disk.
+    """Writes checkpoint `step` into `folder` and returns its path.
 
-    tensors, facts: as `state.collect` gives them. Facts and generators are rank 0's; tensors that ranks hold in common must be equal.
-    Errors as of `store.save`, on all ranks.
+    It is on the disk when this returns.
+
+    tensors, facts  from `state.collect`; tensors that several ranks hold in full must be equal
+
+    The facts and generators of rank 0 are stored. Raises the errors of `store.save`, on all ranks.
     """
     rank, _ = rank_and_world(process_group)
 
     def prepare() -> dict[str, Any]:
         if not 0 <= step < 10**8 or FACTS in tensors:
-            raise CheckpointError(f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.")
+            raise CheckpointError(
+                f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.", code="checkpoint.step"
+            )
         for name, tensor in local(tensors.get("weights", {})).items():
             if count := nonfinite(tensor):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite. "
-                    "Resume from the last checkpoint with a lower learning rate or a wider recipe."
+                    "Resume from the last checkpoint with a lower learning rate or a wider recipe.",
+                    code="weights.not-finite",
                 )
         return {group: dict(members) for group, members in tensors.items() if rank == 0 or group not in OF_FIRST_RANK}
 
@@ -52,6 +61,8 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
     if rank == 0:
         state[FACTS] = facts
     path = folder / f"step-{step:08d}"
+    # Rank 0 removes the leftovers while the others wait, so no rank writes into a folder that is
+    # about to vanish.
     together(lambda: _clear(path) if rank == 0 else None, process_group)
     ranks.save(state, path, process_group)
     return path
@@ -60,11 +71,15 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
 def newest_valid(
     folder: Path, room: Callable[[Checkpoint], Tensors], process_group: Group = None, in_part: bool = False
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The intact checkpoint with the largest step, read into the tensors of `room`, and the newer ones passed over, with reasons.
+    """Reads the newest intact checkpoint. Returns (checkpoint or None, [(skipped path, reason)]).
 
-    room: called with a checkpoint whose files are whole; its tensors are on "meta". Returns tensors of the same groups, names, types and
-    shapes, sharded as they are to be now. Generators are read apart. in_part: it is a part of them, as a stage of a pipeline has.
-    (None, []) if there is none; errors as of `store.newest_valid`. A checkpoint that does not fit its room is an error.
+    room     f(checkpoint with tensors on "meta") -> tensors of the same groups, names, dtypes and
+             shapes, sharded as they are to be now; the checkpoint is read into them. Generators are
+             read separately.
+    in_part  `room` returns only a part of the tensors, as for a pipeline stage
+
+    Returns (None, []) without any checkpoint. Raises the errors of `store.newest_valid`. A
+    checkpoint that does not fit its room is an error.
     """
     rank, world = rank_and_world(process_group)
     found: list[Any] = [together(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
@@ -83,32 +98,41 @@ def newest_valid(
         except CheckpointError as error:
             skipped.append((path, str(error)))
             continue
+        # Outside the `try`: an error of `room` concerns this run, and an older checkpoint would not
+        # help.
         given = room(stored)
         state = {group: dict(members) for group, members in given.items() if members}
         ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=in_part)
+        # The model's weights are overwritten by now. The next checkpoint overwrites them again, or
+        # the function raises.
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue
         found[0] = together(partial(_of_first_rank, path) if rank == 0 else dict, process_group)
-        if world > 1:  # which reads them alone: they lie in a file with much else
+        # Rank 0 reads the generators and broadcasts: they share a file with many other tensors
+        if world > 1:
             dist.broadcast_object_list(found, group=process_group, group_src=0)
         return Checkpoint(listing.step, {**given, **state, **found[0]}, facts, path), skipped
     if skipped:
         reasons = "\n".join(f"  {reason}" for _, reason in skipped)
         raise CheckpointError(
-            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}"
+            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}",
+            code="checkpoint.none-intact",
         )
     return None, []
 
 
 def prune(folder: Path, keep: int | Path, process_group: Group = None) -> None:
-    """`manifest.prune` on rank 0, while the others wait for how it ends."""
+    """Calls `manifest.prune` on rank 0, and raises its error on all ranks."""
     rank, _ = rank_and_world(process_group)
     together(lambda: manifest.prune(folder, keep) if rank == 0 else [], process_group)
 
 
 class Best(store.Best):
-    """`store.Best` of several ranks: all call each method, with the same metrics. `weights` gives rank 0 ordinary tensors."""
+    """`store.Best` for several ranks. All ranks call each method with the same metrics.
+
+    `weights` returns plain tensors on rank 0.
+    """
 
     def __init__(self, folder: Path, metric: str, process_group: Group = None) -> None:
         super().__init__(folder, metric)
@@ -125,7 +149,7 @@ class Best(store.Best):
         together(super().clear if self.is_first else lambda: None, self.process_group)
 
     def weights(self) -> dict[str, Tensor] | None:
-        """The best ones on rank 0, {} on the others; None if there are none."""
+        """The best weights on rank 0, {} on the others; None if there are none."""
         if not self.step:
             return None
         return together(
@@ -135,7 +159,7 @@ class Best(store.Best):
 
 
 def _clear(path: Path) -> None:
-    """Of the run's own folder what is no checkpoint in the place of one: left of a damaged one that was passed over."""
+    """Removes the rest of a damaged checkpoint: a file, link, or folder without a manifest."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir() and not (path / manifest.NAME).exists():
@@ -155,5 +179,5 @@ def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
 
 
 def local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts that are on this rank, as plain tensors."""
+    """The local parts of tensors, as plain tensors."""
     return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}

@@ -1,12 +1,14 @@
-"""Everything that a resumed run needs to go on as if it had never stopped, as named tensors and JSON.
+"""State of a run as named tensors and JSON. A run that resumes from it is bit-identical.
 
-    group       holds
-    weights     the model's parameters and buffers
-    scaling     what recipes add to layers: amax windows of delayed scaling, learned steps, readings of samplers
-    optimizer   moments, step counters, master weights, the generator of stochastic rounding
-    rng         torch's, CUDA's, numpy's and Python's generators
+    group       contents
+    weights     parameters and buffers of the unconverted model
+    scaling     state of recipes: amax histories of delayed scaling, learned steps, sampler
+                statistics
+    optimizer   moments, step counters, master weights, generator of stochastic rounding
+    rng         generators of torch, CUDA, numpy and Python
 
-The position in the data is the step number (see `data.batches`).
+The position in the data is no part of it: the step number gives it (see `data.batches`), together
+with the fact `position` of the checkpoint.
 """
 
 import math
@@ -30,7 +32,7 @@ from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
 
 def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
-    """The state as groups of tensors, and the rest of it as JSON."""
+    """Returns (groups of named tensors, the rest of the state as JSON)."""
     weights, scaling = split_scaling(model.state_dict())
     optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
     rng_tensors, rng_rest = flatten(generators())
@@ -40,7 +42,11 @@ def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dic
 
 
 def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, rest: dict[str, Any], where: str) -> None:
-    """Puts `collect`'s result back. Before anything changes: CheckpointError if it belongs to another model or cannot be a run's."""
+    """Loads the result of `collect` into a run.
+
+    Raises CheckpointError before anything changes, if the state belongs to another model or if no
+    run can have written it.
+    """
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
     refuse_other_model(model.state_dict(), saved, where)
     with unusable(where):
@@ -62,9 +68,13 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
 
 
 def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensors:
-    """Tensors to read a checkpoint into: the model's own, and for the optimizer's state new ones, sharded as its parameters are.
+    """Tensors to read a sharded checkpoint into.
 
-    saved: types and shapes. CheckpointError if they belong to another model.
+    saved  dtypes and shapes of the checkpoint's tensors
+    ->     the model's own tensors, and new ones for the optimizer's state, sharded like their
+           parameters
+
+    Raises CheckpointError if the checkpoint belongs to another model.
     """
     own = model.state_dict()
     refuse_other_model(own, saved.get("weights", {}) | saved.get("scaling", {}), where)
@@ -72,7 +82,8 @@ def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensor
 
     def of_optimizer(name: str, form: Tensor) -> Tensor:
         kind, number, *_ = name.split(".")
-        if kind != "state" or form.ndim == 0:  # step counts stay on the CPU until the optimizer takes them up
+        # Step counts stay on the CPU until the optimizer loads them
+        if kind != "state" or form.ndim == 0:
             return torch.empty(form.shape, dtype=form.dtype)
         return shards.room(form, parameters[int(number)])
 
@@ -84,35 +95,40 @@ def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensor
 
 @contextmanager
 def unusable(where: str) -> Iterator[None]:
-    """Turns what reading a damaged state raises into a CheckpointError that names it."""
+    """Converts errors of reading a damaged state into a CheckpointError that names `where`."""
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
+    except torch.OutOfMemoryError:  # a subclass of RuntimeError, and not the checkpoint's fault
         raise
     except NarrowgaugeError as error:
         raise CheckpointError(
             f"{where}: does not fit this run: {str(error).rstrip('.')}. Narrow states of matrices that tp cuts go on with that tp alone: "
             "resume with the parallel and states that wrote it, or branch with others: --from RUN@STEP --states fp32. If nothing was "
-            "changed, it is damaged: restore it, or remove it to go on from an older one."
+            "changed, it is damaged: restore it, or remove it to go on from an older one.",
+            code="checkpoint.unfit",
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         if is_lost(error):
-            raise  # of another rank, and not the checkpoint's fault
+            raise  # another rank died: not the checkpoint's fault
         words = f"{type(error).__name__} {error}" if isinstance(error, KeyError | AttributeError) else str(error)
         raise CheckpointError(
             f"{where}: holds a state that no run writes: {words.rstrip('.')}. "
-            "Restore the checkpoint, or remove it to go on from an older one."
+            "Restore the checkpoint, or remove it to go on from an older one.",
+            code="checkpoint.state",
         ) from error
 
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict as (what an unconverted model has, what its recipes have added)."""
+    """Splits a state dict into (entries of the unconverted model, entries added by recipes)."""
     scaling = {name: tensor for name, tensor in state.items() if not is_weight(name)}
     return {name: tensor for name, tensor in state.items() if name not in scaling}, scaling
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Nested dicts, lists and tuples -> (tensors by path, the same tree as JSON with their paths in place of them)."""
+    """Flattens nested dicts, lists and tuples to (tensors by path, the tree as JSON).
+
+    The JSON tree holds the path in place of each tensor.
+    """
     tensors: dict[str, Tensor] = {}
 
     def walk(tree: Any, path: str) -> Any:
@@ -131,7 +147,7 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `flatten`; ValueError unless every tensor is where `flatten` took it from."""
+    """Inverts `flatten`. Raises ValueError unless every tensor returns to its original path."""
 
     def walk(rest: Any) -> Any:
         [(kind, content)] = rest.items()
@@ -147,6 +163,8 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
         return content
 
     tree = walk(rest)
+    # A damaged JSON tree may still parse. Flatten it again and require every tensor at its own
+    # path.
     found, _ = flatten(tree)
     astray = [name for name in tensors.keys() | found.keys() if found.get(name) is not tensors.get(name)]
     if astray:
@@ -155,6 +173,7 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
+    """Raises CheckpointError if names, dtypes or shapes of two state dicts differ."""
     here, there = ({name: shown(tensor) for name, tensor in state.items()} for state in (own, saved))
     differences = [f"{name} is missing" for name in here if name not in there]
     differences += [f"{name} is not part of this model" for name in there if name not in here]
@@ -163,7 +182,8 @@ def refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: 
     ]
     if differences:
         raise CheckpointError(
-            f"{where}: a checkpoint of another model or recipe: {_few(differences)}. Resume with the settings that wrote it."
+            f"{where}: a checkpoint of another model or recipe: {_few(differences)}. Resume with the settings that wrote it.",
+            code="checkpoint.other-model",
         )
 
 
@@ -171,7 +191,8 @@ def _few(clauses: list[str]) -> str:
     return "; ".join(clauses[:3]) + (f"; and {len(clauses) - 3} more" if len(clauses) > 3 else "")
 
 
-# What no run writes: found before anything is changed. Each function yields a clause per problem. Codes (integers) may hold anything.
+# Checks for states that no run writes, made before anything is changed. Each function yields one
+# clause per problem. Integer codes may have any value.
 
 COUNT = number(0, whole=True)
 ANY_TABLE = forms.table(forms.anything)
@@ -189,20 +210,26 @@ FACTS = record(
     },
 )  # fmt: skip
 
-# What may differ between the optimizer of a run and that of its continuation: where it runs, and what each step sets.
-# Of `form` the optimizer itself decides.
+# Optimizer options that may change when a run resumes: execution, and values that each step sets.
+# The optimizer itself checks `form`. All others must be equal: load_state_dict would silently
+# replace this run's weight_decay or betas.
 FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form", "norm_before", "dampening"})
 NOT_NEGATIVE = re.compile(r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$")
-NOT_FINITE = re.compile(r"(^|\.)sampling\.variance$")  # infinite in earlier versions, NaN after a poisoned gradient
+# Infinite in earlier versions; NaN after a non-finite gradient
+NOT_FINITE = re.compile(r"(^|\.)sampling\.variance$")
 LEARNED = re.compile(r"(^|\.)steps\.[xw]$")
 LARGEST_LEARNED = 100 * math.log(2) / 64 + 1e-6  # log of 2^100 / RATE, see narrowgauge/nn/learned_step.py
-WORDS = 624  # of a Mersenne twister
+WORDS = 624  # state words of a Mersenne twister
 
 
 def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Of the group scaling or optimizer: amax windows, moments, scales and counters are finite and not negative, learned steps bounded."""
+    """Checks the groups scaling and optimizer for impossible values.
+
+    Amax histories, moments, scales and counters must be finite and not negative. Learned steps are
+    bounded.
+    """
     for name, tensor in tensors.items():
-        tensor = shards.local(tensor)  # of a shard: the part that is here
+        tensor = shards.local(tensor)  # each rank checks its own shard
         if (count := nonfinite(tensor)) and not NOT_FINITE.search(name):
             yield f"{name} holds {count} values that are not finite, of {tensor.numel()}"
         elif tensor.numel() and NOT_NEGATIVE.search(name) and (least := _least(tensor)) < 0:
@@ -212,11 +239,12 @@ def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _least(tensor: Tensor) -> float:
-    return float((tensor if tensor.itemsize > 1 else tensor.float()).min())  # torch has no minimum of 8-bit floats
+    # torch has no min() for 8-bit floats
+    return float((tensor if tensor.itemsize > 1 else tensor.float()).min())
 
 
 def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[str]:
-    """optimizer: what is to take up `saved`."""
+    """Compares `saved` with the optimizer that is to load it."""
     own = optimizer.state_dict()
     if words := forms.refuse(saved, record({"param_groups": forms.listed(ANY_TABLE), "state": forms.table(ANY_TABLE)})):
         yield f"the optimizer's {words}"
@@ -234,7 +262,8 @@ def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Itera
     for place, state in saved["state"].items():
         if isinstance(place, bool) or place not in range(len(parameters)):
             yield f"the optimizer has a state of parameter {shown(place)}, and {len(parameters)} parameters"
-        elif not isinstance(optimizer, NarrowOptimizer):  # torch's take up any shape; narrowgauge's look for themselves
+        # torch's optimizers load any shape; narrowgauge's check shapes themselves
+        elif not isinstance(optimizer, NarrowOptimizer):
             for name, value in state.items():
                 shape, here = list(value.shape), list(parameters[place].shape)
                 if value.ndim and shape != here:
@@ -242,7 +271,10 @@ def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Itera
 
 
 def _impossible_scaler(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
-    """own: state_dict() of the torch.amp.GradScaler that is to take up `saved`."""
+    """Checks a saved loss scaler.
+
+    own  state_dict() of the torch.amp.GradScaler that is to load `saved`
+    """
     options: dict[str, Form] = {key: one_of(value) for key, value in own.items()}
     numbers = {"scale": number(2.0**-149, 2.0**127), "_growth_tracker": COUNT}
     if words := forms.refuse(saved, record(options | numbers)):
@@ -250,7 +282,7 @@ def _impossible_scaler(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iter
 
 
 def _impossible_generators(tree: Any) -> Iterator[str]:
-    """Of what `generators` flattened: values of another length or range are taken up without a word, or crash."""
+    """Checks saved generators: values of another length or range are loaded silently, or crash."""
     word, place = number(0, 2**32 - 1, whole=True), number(0, WORDS, whole=True)
     form = record({
         "torch": _bytes, "cuda": forms.listed(_bytes), "numpy_key": _key,
@@ -279,7 +311,7 @@ def _key(value: Any) -> str:
 
 
 def _items(*items: Form) -> Form:
-    """A list or tuple of that many items."""
+    """A form for a list or tuple of that many items."""
 
     def check(value: Any) -> str:
         if not isinstance(value, list | tuple) or len(value) != len(items):

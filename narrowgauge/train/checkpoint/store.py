@@ -1,19 +1,25 @@
-"""Checkpoints: whole or absent, and every changed bit is detected.
+"""Checkpoints of one process: written whole or not at all, and every changed bit is detected.
 
     step-00000100/
-      weights-0.safetensors    the tensors of group `weights`, in shards of at most SHARD_BYTES
+      weights-0.safetensors    tensors of group `weights`, in shards of at most SHARD_BYTES
       optimizer-0.safetensors  ...
-      facts.json               what is no tensor
-      manifest.json            format, step, ties, and size and SHA-256 of every other file; its last key hashes itself
+      facts.json               everything that is no tensor
+      manifest.json            format, step, ties, size and SHA-256 of every other file; its last
+                               key hashes itself
 
-Writing: everything into `.tmp-step-...` in the same parent, each file synced, the manifest last, the folder synced,
-renamed, the parent synced. A kill or a power cut at any point leaves the older checkpoints whole, and the new one
-whole or absent. Reading: a file's bytes are read once, hashed, and parsed from memory, so nothing can change between
-the check and the use. No pickle anywhere. Weights that are not finite are neither saved nor loaded.
-Measured peak beside the tensors: one shard when reading, two when writing.
+Writing: all files go into `.tmp-step-...` in the same parent folder. Each file is synced, the
+manifest last, then the folder is synced and renamed, then the parent is synced. A kill or a power
+cut at any point leaves the older checkpoints intact, and the new one complete or absent.
 
-Two names of one tensor (tied weights) are stored once and come back as one tensor. Tensors that merely overlap are
-stored apart. Left out: several writers of one folder (the run folder's lock sees to that), and asynchronous saves.
+Reading: the bytes of a file are read once, hashed, and parsed from memory, so nothing can change
+between check and use. There is no pickle. Non-finite weights are neither saved nor loaded. Measured
+peak besides the tensors: one shard when reading, two when writing.
+
+Tied weights (two names of one tensor) are stored once and load as one tensor. Tensors that merely
+overlap are stored separately.
+
+Not supported: several writers of one folder (the lock of the run folder excludes them), and
+asynchronous saves.
 """
 
 import json
@@ -41,7 +47,7 @@ Tensors = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved: tensors on the CPU by group and name, and the JSON facts."""
+    """A loaded checkpoint: tensors on the CPU by group and name, and the JSON facts."""
 
     step: int
     tensors: Tensors
@@ -53,14 +59,21 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Path:
-    """Writes checkpoint `step` into `folder` and returns its path. When this returns, the checkpoint is on the disk.
+    """Writes checkpoint `step` into `folder` and returns its path.
 
-    StorageError if the file system refuses, NumericsError if a tensor of group `weights` is not finite, CheckpointError
-    if something cannot be stored as it is; in each case nothing is left behind and older checkpoints are untouched.
-    A valid checkpoint of the same step is replaced.
+    It is on the disk when this returns.
+
+    StorageError     the file system refuses
+    NumericsError    a tensor of group `weights` is not finite
+    CheckpointError  a tensor or fact cannot be stored as it is
+
+    After an error nothing is left behind, and older checkpoints are unchanged. A valid checkpoint
+    of the same step is replaced.
     """
     if not 0 <= step < 10**8:
-        raise CheckpointError(f"save: step {step} is not from 0 to 99999999. Count optimizer steps.")
+        raise CheckpointError(
+            f"save: step {step} is not from 0 to 99999999. Count optimizer steps.", code="checkpoint.step"
+        )
     _refuse_unstorable(tensors)
     ties = {group: _ties(members) for group, members in tensors.items()}
     facts_json = _facts_json(facts)
@@ -77,11 +90,12 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
 
 
 def _refuse_unstorable(tensors: Tensors) -> None:
-    """Refuses what could not be stored as it is."""
+    """Raises an error for tensors that cannot be stored as they are, and for non-finite weights."""
     for group, members in tensors.items():
         if not manifest.GROUP.fullmatch(group):
             raise CheckpointError(
-                f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'."
+                f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'.",
+                code="checkpoint.group",
             )
         for name, tensor in members.items():
             reason = ""
@@ -99,21 +113,27 @@ def _refuse_unstorable(tensors: Tensors) -> None:
                 reason = "is a name that safetensors reserves or cannot hold"
             if reason:
                 raise CheckpointError(
-                    f"save: {f'{group}: {name}'!r} {reason}. Store plain dense tensors, as `uint8` codes if need be."
+                    f"save: {f'{group}: {name}'!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.",
+                    code="checkpoint.tensor-kind",
                 )
             if group == "weights" and (count := nonfinite(tensor)):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
-                    "Resume from the last checkpoint with a lower learning rate or a wider recipe."
+                    "Resume from the last checkpoint with a lower learning rate or a wider recipe.",
+                    code="weights.not-finite",
                 )
 
 
 def nonfinite(tensor: Tensor) -> int:
-    """How many values are NaN or infinite. One pass without a copy where none is: minimum and maximum pass on NaN."""
+    """Number of NaN and infinite values.
+
+    One pass without a copy if there are none: aminmax propagates NaN.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0
     values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    values = values.float() if values.element_size() == 1 else values  # torch has no isfinite of 8 bits
+    # torch has no isfinite for 8-bit floats
+    values = values.float() if values.element_size() == 1 else values
     if all(bool(extreme.isfinite()) for extreme in torch.aminmax(values)):
         return 0
     return int((~values.isfinite()).sum())
@@ -123,6 +143,7 @@ def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in members.items():
+        # Empty tensors have no address that could identify them.
         if tensor.numel():
             identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if first.setdefault(identity, name) != name:
@@ -135,10 +156,14 @@ def _facts_json(facts: dict[str, Any]) -> bytes:
         data = json.dumps(facts, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables."
+            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables.", code="checkpoint.facts"
         ) from None
+    # JSON turns tuples into lists and int keys into text: refuse facts that would not round-trip.
     if json.loads(data) != facts:
-        raise CheckpointError("save: the facts would come back changed. Use lists for tuples and text for keys.")
+        raise CheckpointError(
+            "save: the facts would come back changed. Use lists for tuples and text for keys.",
+            code="checkpoint.facts-changed",
+        )
     return data
 
 
@@ -150,14 +175,18 @@ def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, 
             name, data = f"{group}-{index}.safetensors", safetensors.torch.save(shard)
             storage.write_synced(folder / name, data)
             files[name] = manifest.listed(data)
+    # The manifest comes last: a folder without it is no checkpoint.
     storage.write_synced(folder / NAME, Manifest(step, list(tensors), ties, files).signed())
     storage.flush(folder)
 
 
 def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a group that are not tied to an earlier one, on the CPU, in storages of their own, a shard at a time."""
+    """Yields the tensors of a group in shards, on the CPU and in storages of their own.
+
+    Tensors tied to an earlier one are left out.
+    """
     shard: dict[str, Tensor] = {}
-    taken: set[int] = set()  # addresses of the storages in the shard
+    taken: set[int] = set()  # addresses of the storages in this shard
     size = 0
     for name, tensor in members.items():
         if name in ties:
@@ -165,6 +194,7 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
+        # safetensors rejects tensors that share memory within a file.
         shard[name] = addresses.own(tensor, taken)
         size += tensor.nbytes
     if shard:
@@ -175,7 +205,7 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
+    """Loads the checkpoint at `path`. Raises CheckpointError with the problem if it is damaged."""
     listing = manifest.read(path)
     if listing.save:
         return _of_several_ranks(path, listing)
@@ -195,36 +225,41 @@ def load(path: Path) -> Checkpoint:
             tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+            f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
     refuse_nonfinite(tensors, path)
     return Checkpoint(listing.step, tensors, facts, path)
 
 
 def _of_several_ranks(path: Path, listing: Manifest) -> Checkpoint:
-    """Ordinary tensors, as one process's checkpoint has them."""
-    from narrowgauge.distributed import storage as ranks  # dear to import: torch's planners
+    """Loads a checkpoint of several ranks as plain tensors."""
+    # Lazy: importing torch's checkpoint planners is slow
+    from narrowgauge.distributed import storage as ranks
 
     state = ranks.read(path)
+    # In a sharded checkpoint, the facts are an entry called "facts" beside the groups.
     facts = state.pop(FACTS.partition(".")[0], {})
     refuse_nonfinite(state, path)
     return Checkpoint(listing.step, state, facts, path)
 
 
 def refuse_nonfinite(tensors: Tensors, path: Path) -> None:
+    """Raises CheckpointError if a loaded weight holds NaN or infinity."""
     for name, tensor in tensors.get("weights", {}).items():
         if count := nonfinite(tensor):
             raise CheckpointError(
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
-                "Restore the checkpoint, or remove it to go on from an older one."
+                "Restore the checkpoint, or remove it to go on from an older one.",
+                code="weights.not-finite",
             )
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The checkpoint with the largest step that is intact, and the newer ones passed over, each with the reason.
+    """Loads the newest intact checkpoint. Returns (checkpoint or None, [(skipped path, reason)]).
 
-    (None, []) if there is none at all. CheckpointError if there are some but none is intact: starting anew would be a
-    loss that nobody asked for. One that a newer narrowgauge wrote is an error too, not passed over.
+    Returns (None, []) without any checkpoint. Raises CheckpointError if all are damaged: a silent
+    restart from step 0 would lose the run. A checkpoint of a newer narrowgauge raises as well.
     """
     skipped: list[tuple[Path, str]] = []
     for path in manifest.newest_first(folder):
@@ -237,7 +272,8 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
     if skipped:
         reasons = "\n".join(f"  {reason}" for _, reason in skipped)
         raise CheckpointError(
-            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}"
+            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}",
+            code="checkpoint.none-intact",
         )
     return None, []
 
@@ -246,12 +282,16 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
 
 
 class Best:
-    """The best weights of a run by one metric, '' for none, in a folder of their own that the rotation of checkpoints does not touch.
+    """The best weights of a run by one metric, in a folder that checkpoint rotation does not touch.
 
-        RUN/best/step-00000120/      the group `weights` of a checkpoint, alone
+        RUN/best/step-00000120/      only the group `weights` of a checkpoint
 
-    The checkpoints of the run record which step is best, 0 before the first. Older best weights are removed only after the next
-    checkpoint is saved: a run that is killed in between resumes from the older checkpoint, which still needs them.
+    metric             name of the metric; '' keeps no weights
+    step, value, loss  best evaluation so far: its step (0 before the first), metric and loss
+
+    The checkpoints of the run record the best step. Older best weights are removed only after the
+    next checkpoint is saved: a run killed in between resumes from the older checkpoint, which still
+    needs them.
     """
 
     def __init__(self, folder: Path, metric: str) -> None:
@@ -259,16 +299,22 @@ class Best:
         self.step, self.value, self.loss = 0, math.nan, math.nan
 
     def take(self, step: int, found: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-        """Saves the weights if this evaluation is the best so far. Ties go to the lower loss, then to the earlier step."""
+        """Saves the weights if this evaluation is the best so far.
+
+        Ties go to the lower loss, then to the earlier step.
+        """
         if not self.metric:
             return False
         if self.metric not in found:
             raise ConfigError(
-                f"best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'."
+                f"best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'.",
+                code="train.best",
             )
         value = float(found[self.metric])
         sign = -1 if self.metric in LOWER_IS_BETTER else 1
         loss = float(found.get("loss", math.nan))
+        # Comparisons with the initial NaN are false, so the first evaluation is accepted by
+        # `self.step` below.
         is_better = sign * value > sign * self.value or (value == self.value and loss < self.loss)
         if not math.isfinite(value) or (self.step and not is_better):
             return False
@@ -283,12 +329,18 @@ class Best:
         manifest.verify(path)
 
     def facts(self) -> dict[str, Any] | None:
-        """For a checkpoint, as JSON: a loss that is not finite is None. None before the first evaluation."""
+        """Facts for a checkpoint; None before the first evaluation.
+
+        A non-finite loss becomes None, as JSON has no NaN.
+        """
         loss = self.loss if math.isfinite(self.loss) else None
         return {"step": self.step, "value": self.value, "loss": loss} if self.step else None
 
     def restore(self, facts: Mapping[str, Any] | None) -> str:
-        """Restores the best step from a checkpoint's facts. Returns why its weights are lost, or ''."""
+        """Restores the best step from a checkpoint's facts.
+
+        Returns the reason if its weights are lost, or ''.
+        """
         if not facts or not self.metric:
             return ""
         step, loss = facts["step"], facts.get("loss")
@@ -300,12 +352,12 @@ class Best:
         return ""
 
     def clear(self) -> None:
-        """Removes all but the best."""
+        """Removes all weights but the best."""
         if self.step:
             manifest.prune(self.folder, keep=self.path(self.step))
 
     def weights(self) -> dict[str, Tensor] | None:
-        """The best ones, from the disk; None if there are none."""
+        """Loads the best weights from the disk; None if there are none."""
         return load(self.path(self.step)).tensors.get("weights", {}) if self.step else None
 
     def path(self, step: int) -> Path:

@@ -1,1 +1,4 @@
-"""Scores of what a run has saved: its validation data, or tasks of lm-eval, by narrow and by 16-bit products, at several checkpoints."""
+"""Scores of a run's saved weights, in the run's recipe and in 16 bits, at several checkpoints.
+
+Scores come from the run's validation data or from tasks of lm-eval.
+"""

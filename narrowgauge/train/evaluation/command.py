@@ -1,6 +1,8 @@
-"""What `narrowgauge evaluate` does: each checkpoint by narrow products and by 16-bit ones, and what lies between the two.
+"""`narrowgauge evaluate`: scores of checkpoints in the run's recipe and in 16 bits.
 
-A difference is paired where a score is a mean over examples: both saw the same ones, so its standard error is that of the differences.
+The difference of both is computed too. For a score that is a mean over examples, it is paired: both
+models saw the same examples. Its standard error is the standard error of the per-example
+differences.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ SCORES = reading.Kind(
     step="Move it away, and evaluate again.",
     form=forms.record({"results": forms.listed(_RESULT)}),
 )
-VALIDATION = "validation"  # the run's own data, beside the names of tasks
+VALIDATION = "validation"  # the run's own data, in place of a task name
 FP16_WARNING = (
     "WARNING: float16 ends at 65,504, and these weights were trained where numbers reach 3e38 ({words}): activations may overflow, "
     "and scores may be wrong without a sign. Score, and deploy, in bfloat16."
@@ -58,11 +60,11 @@ FP16_WARNING = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What to score, and how."""
+    """Options of an evaluation."""
 
-    tasks: tuple[str, ...] = ()  # none: the run's own validation data
+    tasks: tuple[str, ...] = ()  # empty: the run's own validation data
     checkpoints: str = NEWEST
-    dtype: str = ""  # '' is the run's precision, and bfloat16 for tasks
+    dtype: str = ""  # '': the run's precision, or bfloat16 with tasks
     limit: int = 0
     batch_size: int = 8
     device: str = "auto"
@@ -70,10 +72,11 @@ class Asked:
 
 
 def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
-    """Scores the checkpoints of a run, and keeps the result in RUN/evaluation.json; in JSON's types, with its `text`.
+    """Scores checkpoints of a run and stores the result in RUN/evaluation.json. Returns the result.
 
-    A checkpoint that is damaged is passed over, and named in `passed_over`. ConfigError and DataError before anything is scored.
-    Generators are as before.
+    The result consists of JSON types, and its key `text` holds the printed table. Damaged
+    checkpoints are skipped and listed under `passed_over`. Raises ConfigError and DataError before
+    anything is scored. Generators are restored.
     """
     held = generators()
     try:
@@ -84,18 +87,26 @@ def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
 
 def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     if asked.dtype not in ("", *DTYPES):
-        raise ConfigError(f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.")
+        raise ConfigError(
+            f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.", code="evaluate.dtype"
+        )
     if asked.limit < 0 or asked.batch_size < 1:
         raise ConfigError(
-            f"limit = {asked.limit}, batch_size = {asked.batch_size}: must be at least 0 and 1. Leave them out, or raise them."
+            f"limit = {asked.limit}, batch_size = {asked.batch_size}: must be at least 0 and 1. Leave them out, or raise them.",
+            code="evaluate.counts",
         )
     if asked.limit and not asked.tasks:
-        raise ConfigError(f"limit = {asked.limit}: is of examples of lm-eval's tasks, and none is named. Leave it out.")
+        raise ConfigError(
+            f"limit = {asked.limit}: is of examples of lm-eval's tasks, and none is named. Leave it out.",
+            code="evaluate.limit",
+        )
     saved = SavedRun.open(run, chosen_device(asked.device))
     paths = saved.paths(asked.checkpoints)
     if asked.tasks and saved.config.task not in WRITING:
         raise ConfigError(
-            f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. Leave --tasks out to score its own data."
+            f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. "
+            f"Leave --tasks out to score its own data.",
+            code="evaluate.not-a-language-model",
         )
     dtype = asked.dtype or ("bfloat16" if asked.tasks else "")
     tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size, asked.trust_task_code) if asked.tasks else None
@@ -117,7 +128,10 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     if not rows:
         one = f"checkpoint {asked.checkpoints!r} cannot be scored"
         words = one if len(paths) == 1 else f"none of {len(paths)} checkpoints can be scored"
-        raise CheckpointError(f"{run}: {words}: {next(iter(passed_over.values()))} {_instead(saved, paths)}")
+        raise CheckpointError(
+            f"{run}: {words}: {next(iter(passed_over.values()))} {_instead(saved, paths)}",
+            code="evaluate.no-checkpoint",
+        )
     result: dict[str, Any] = {
         "recipe": saved.config.recipe,
         "dtype": dtype or saved.config.precision,
@@ -132,7 +146,7 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
 
 
 def _instead(saved: SavedRun, damaged: Sequence[Path]) -> str:
-    """What can be scored in their place: the newest other checkpoint that is intact."""
+    """A sentence that names the newest intact checkpoint to score instead."""
     for which, path in saved.others(damaged):
         try:
             saved.model(path)
@@ -151,12 +165,15 @@ def _of_checkpoint(saved: SavedRun, path: Path, dtype: str, tasks: LmTasks | Non
         if tasks is None:
             found[version] = {VALIDATION: _on_own_data(saved, ready, dtype)}
         else:
+            # Both versions score the same loaded tasks from the same seed, so their examples pair
+            # up.
             found[version] = tasks.scores(ready, saved.task.tokenizer)
     return {"step": step, "not_narrow": why, **joined(found)}
 
 
 def _on_own_data(saved: SavedRun, model: Any, dtype: str) -> Scores:
-    """The metrics of the run's own evaluations, in its precision or with all weights in `dtype`."""
+    """Metrics of the run's own evaluations, in its precision or with all weights in `dtype`."""
+    # With an explicit dtype all weights have it already, so autocast stays off.
     precision = precisions.get(saved.config.precision if not dtype else "fp32")
     objective = saved.task.objective(model, DTYPES[dtype] if dtype else precision.computes_in)
 
@@ -171,7 +188,7 @@ def _on_own_data(saved: SavedRun, model: Any, dtype: str) -> Scores:
 
 
 def joined(found: Mapping[str, Mapping[str, Scores]]) -> dict[str, Any]:
-    """version -> task -> scores, as JSON: the values of each version, and by how much narrow lies above 16 bits."""
+    """Scores as JSON: version -> task -> scores, plus the differences "narrow" minus "16 bits"."""
     versions = {
         version.replace(" ", "_"): {
             task: {"values": each.values, "stderr": each.stderr} for task, each in scores.items()
@@ -185,7 +202,11 @@ def joined(found: Mapping[str, Mapping[str, Scores]]) -> dict[str, Any]:
 
 
 def _differences(narrow: Scores, wide: Scores) -> dict[str, dict[str, Any]]:
-    """Metric -> `mean` (narrow minus 16 bits); where it is a mean over examples also `stderr`, `changed` and `examples`."""
+    """Metric -> {`mean`: narrow minus 16 bits}.
+
+    A metric that is a mean over examples also has `stderr`, `changed` (examples with different
+    values) and `examples` (their number).
+    """
     result: dict[str, dict[str, Any]] = {}
     for metric in narrow.values.keys() & wide.values.keys():
         result[metric] = {"mean": narrow.values[metric] - wide.values[metric]}
@@ -198,7 +219,7 @@ def _differences(narrow: Scores, wide: Scores) -> dict[str, dict[str, Any]]:
 
 
 def rendered(result: Mapping[str, Any]) -> str:
-    """A table: a line for each checkpoint, task and metric; then what it means."""
+    """Formats the result as a table with a line per checkpoint, task and metric, plus sentences."""
     head = ("checkpoint", "task", "metric", f"narrow ({result['recipe']})", "16 bits", "narrow − 16 bits")
     lines = [head, *_lines(result)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
@@ -236,7 +257,7 @@ def _gap(gap: Mapping[str, Any] | None) -> str:
 
 
 def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
-    """What a reader may take from it."""
+    """Sentences that interpret the table."""
     rows, said = result["checkpoints"], []
     if any("±" in cell for line in _lines(result) for cell in line):
         said.append(
@@ -259,7 +280,10 @@ def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _keep(path: Path, result: Mapping[str, Any]) -> None:
-    """Beside the results of other questions: what was asked of the same tasks, precision and examples before is replaced."""
+    """Adds the result to the file.
+
+    Replaces an earlier result for the same tasks, dtype, limit and checkpoints.
+    """
 
     def question(each: Mapping[str, Any]) -> tuple[Any, ...]:
         names = [row["checkpoint"] for row in each["checkpoints"]]
@@ -270,7 +294,10 @@ def _keep(path: Path, result: Mapping[str, Any]) -> None:
         try:
             earlier = numbers(reading.json_of(path, SCORES))["results"]
         except ConfigError as error:
-            raise ConfigError(f"These scores were not kept: {encode(result)}. {error}") from None
+            # The message holds the scores, which took long to compute.
+            raise ConfigError(
+                f"These scores were not kept: {encode(result)}. {error}", code="evaluate.not-kept"
+            ) from None
         earlier = [each for each in earlier if question(each) != question(result)]
     with storage.refusals("keep the scores in", path.parent):
         storage.replace_file(path, encode({"results": [*earlier, result]}, indent=1) + "\n")

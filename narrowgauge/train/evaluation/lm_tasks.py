@@ -1,6 +1,7 @@
-"""Tasks of lm-eval: task files on this machine, or tasks that lm-eval brings, scored on a model that is at hand.
+"""Tasks of lm-eval, from local task files or by name, scored on a model in memory.
 
-A path in a task file (`dataset_kwargs: data_files`, `!function`) is relative to the file, or to the current folder.
+Paths in a task file (`dataset_kwargs: data_files`, `!function`) are relative to the file, or to the
+current folder.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from narrowgauge.errors import ConfigError, DataError, closest
 INSTALL = (
     "narrowgauge evaluate --tasks needs the packages 'lm-eval' and 'pyyaml'. Run: pip install 'narrowgauge[evaluate]'."
 )
-SEED = 1234  # as lm-eval's own: which examples are shown before the question
-Values = dict[str, dict[int, float]]  # metric -> number of the example -> its value
+SEED = 1234  # lm-eval's default; it selects the few-shot examples
+Values = dict[str, dict[int, float]]  # metric -> index of the example -> value
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one task: metric -> value; where it is a mean over examples, its standard error, and the value of each by number."""
+    """Scores of one task.
+
+    values    metric -> value
+    stderr    metric -> standard error of the mean, for metrics that are means over examples; None
+              for a single example
+    examples  metric -> index of the example -> value, for the same metrics
+    """
 
     values: dict[str, float]
     stderr: dict[str, float | None]
@@ -35,20 +42,21 @@ class Scores:
 
 
 class LmTasks:
-    """The named tasks, loaded once, for any number of models."""
+    """Tasks of lm-eval, loaded once and scored on any number of models."""
 
     def __init__(self, names: Sequence[str], limit: int, batch_size: int, trust_code: bool = False) -> None:
-        """Loads the data of the tasks. ConfigError for a task file that would run code, unless `trust_code`.
+        """Loads the tasks and their data.
 
-        names  paths of task files, or names that lm-eval knows, whose code is part of lm-eval
-        limit  examples of each task, 0 for all
+        names       paths of task files, or names of tasks that are part of lm-eval
+        limit       number of examples per task, 0 for all
+        trust_code  load task files that run code; False: raise ConfigError for them
         """
         try:
             from lm_eval import tasks as lm_eval_tasks
 
-            from narrowgauge.train.evaluation import task_code  # which needs pyyaml
+            from narrowgauge.train.evaluation import task_code  # needs pyyaml
         except ImportError as error:
-            raise ConfigError(f"{INSTALL} (Missing: {error.name}.)") from error
+            raise ConfigError(f"{INSTALL} (Missing: {error.name}.)", code="lm-eval.missing-package") from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.limit, self.batch_size = limit, batch_size
         files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) or Path(name).exists()]
@@ -64,7 +72,8 @@ class LmTasks:
                 near = closest(name, manager.all_tasks, limit=1)
                 raise ConfigError(
                     f"tasks = {name!r}: no such file, and lm-eval has no task of that name. "
-                    f"{f'Closest: {near}. ' if near else ''}Name a task file (.yaml)."
+                    f"{f'Closest: {near}. ' if near else ''}Name a task file (.yaml).",
+                    code="lm-eval.unknown-task",
                 )
         self.loaded: dict[str, Any] = {}
         for name in names:
@@ -72,6 +81,7 @@ class LmTasks:
             with self._templates():
                 self.loaded |= _load(manager, Path(name).name if Path(name) in files else name, folder)
         for task in self.loaded.values():
+            # As lm-eval's own command does: a task without this key has no few-shot examples.
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
@@ -80,11 +90,12 @@ class LmTasks:
         return contextlib.nullcontext() if self.trust_code else _sandboxed(list(self.loaded))
 
     def scores(self, model: Any, tokenizer: Any) -> dict[str, Scores]:
-        """Task -> its scores by `model`, in evaluation mode, on its device. Seeds all generators."""
+        """Task -> scores of `model`, in evaluation mode and on its device. Seeds all generators."""
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
-        # In bfloat16, lm-eval's default, the log of a probability has eight bits: no difference of formats would show.
+        # lm-eval's default is the model's dtype. A bfloat16 log probability has eight significant
+        # bits, which would hide differences between formats.
         options = {"batch_size": self.batch_size, "device": str(model.device), "softmax_dtype": "float32"}
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **options)
         seed_all(SEED)
@@ -101,7 +112,10 @@ class LmTasks:
 
 @contextlib.contextmanager
 def _sandboxed(names: list[str]) -> Iterator[None]:
-    """`task_code.sandboxed_templates`, whose refusal is a ConfigError."""
+    """Runs the body under `task_code.sandboxed_templates`.
+
+    Converts the sandbox's refusal to a ConfigError.
+    """
     from jinja2.exceptions import SecurityError
 
     from narrowgauge.train.evaluation import task_code
@@ -111,53 +125,58 @@ def _sandboxed(names: list[str]) -> Iterator[None]:
             yield
     except SecurityError as error:
         raise ConfigError(
-            f"tasks: a template of {', '.join(names)} reaches for Python itself: {error}. {task_code.TRUST}"
+            f"tasks: a template of {', '.join(names)} reaches for Python itself: {error}. {task_code.TRUST}",
+            code="lm-eval.template",
         ) from error
 
 
 def _own_metrics() -> frozenset[str]:
-    """The metrics that lm-eval computes itself."""
-    from lm_eval.api import metrics, registry  # the first registers them
+    """Names of the metrics that lm-eval computes itself."""
+    from lm_eval.api import metrics, registry  # importing `metrics` registers them
 
     assert metrics
     return frozenset(registry.METRIC_REGISTRY)
 
 
 def _refuse_no_task(file: Path) -> None:
-    """ConfigError unless it can be read, and names a task."""
+    """Raises ConfigError unless the file can be read and names a task."""
     from narrowgauge.train.evaluation import task_code
 
     names = [node.value for node, _ in getattr(task_code.compose(file), "value", ()) if isinstance(node.value, str)]
     if not {"task", "group"} & set(names):
         raise ConfigError(
-            f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file."
+            f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file.",
+            code="lm-eval.no-task-key",
         )
 
 
 def _load(manager: Any, name: str, folder: Path) -> dict[str, Any]:
-    """The tasks of a file or name, with their data."""
+    """Loads the tasks of a file or name with their data."""
     errors: list[Exception] = []
+    # lm-eval resolves relative data paths against the current folder: try the folder of the task
+    # file first.
     for place in dict.fromkeys((folder, Path())):
         try:
             with contextlib.chdir(place):
                 return dict(manager.load([name if place == folder else str(folder / name)])["tasks"])
-        except Exception as error:  # whatever lm-eval and datasets stumble over
+        except Exception as error:  # lm-eval and datasets raise many exception types
             errors.append(error)
     words = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())
     raise DataError(
-        f"tasks = '{folder / name}': lm-eval cannot load it: {words}. Mend the task file, or its data."
+        f"tasks = '{folder / name}': lm-eval cannot load it: {words}. Mend the task file, or its data.",
+        code="lm-eval.unloadable",
     ) from errors[0]
 
 
 def _read(values: dict[str, Any], samples: list[dict[str, Any]]) -> Scores:
-    """lm-eval's keys are as "acc,none"."""
+    """Reads the scores of one task from lm-eval's result, whose keys look like "acc,none"."""
     numbers = {key.partition(",")[0]: float(value) for key, value in values.items() if _is_number(value)}
     numbers = {key: value for key, value in numbers.items() if key != "sample_len" and not key.endswith("_stderr")}
     examples = {
         key: {int(sample["doc_id"]): float(sample[key]) for sample in samples if _is_number(sample.get(key))}
         for key in numbers
     }
-    of_means = {  # of a corpus's BLEU or a perplexity the examples hold something else
+    of_means = {  # corpus BLEU and perplexity are no means of their per-example values
         key: found
         for key, found in examples.items()
         if found and math.isclose(statistics.mean(found.values()), numbers[key], abs_tol=1e-9)

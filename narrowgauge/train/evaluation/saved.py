@@ -1,7 +1,7 @@
-"""The weights that a run has saved, and its model with them.
+"""Saved weights of a run, loaded into its converted model.
 
-newest, all, 100,200    of RUN/checkpoints: with everything that a recipe has learnt
-best                    of RUN/best: weights alone
+newest, all, 100,200    RUN/checkpoints: weights and everything that the recipes have learned
+best                    RUN/best: weights alone
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ BEST, NEWEST, ALL = "best", "newest", "all"
 
 @dataclass
 class SavedRun:
-    """A run's folder, with its data and what its model is built from. Nothing is written into it."""
+    """Folder of a run, with its data and the settings that rebuild its model.
+
+    Writes nothing into the folder.
+    """
 
     folder: RunFolder
     config: TrainConfig
@@ -45,17 +48,25 @@ class SavedRun:
 
     @classmethod
     def open(cls, path: Path, device: torch.device) -> SavedRun:
-        """Reads the configuration and prepares the data, which the cache still has. ConfigError if there is no run."""
+        """Reads the configuration and prepares the data, usually from the cache.
+
+        Raises ConfigError if there is no run.
+        """
         folder = RunFolder(path)
         if not os.path.lexists(folder.config):
-            raise ConfigError(f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.")
+            raise ConfigError(
+                f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.", code="run.none"
+            )
         own = replace(toml.load_stored(folder.config), output=str(path), device=str(device), resume=False)
         tell(f"Reading {own.data} ...")
         config, task = prepare(resolved(own))
         return cls(folder, config, task, device)
 
     def paths(self, which: str) -> list[Path]:
-        """The checkpoints that `which` names, oldest first. ConfigError names those that there are."""
+        """The checkpoints that `which` names, oldest first.
+
+        Raises ConfigError with the existing names otherwise.
+        """
         there = {int(path.name.removeprefix("step-")): path for path in manifest.newest_first(self.folder.checkpoints)}
         best = manifest.newest_first(self.folder.best)[:1]
         if which == BEST and best:
@@ -68,11 +79,15 @@ class SavedRun:
         known = [*map(str, sorted(there)), *([BEST] if best else [])]
         have = f"There are {', '.join(known)}" if known else "There are none: the run has saved nothing yet"
         raise ConfigError(
-            f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these."
+            f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these.",
+            code="evaluate.checkpoints",
         )
 
     def others(self, than: Collection[Path]) -> Iterator[tuple[str, Path]]:
-        """What else is there, as `paths` names it: checkpoints, the newest first, then the best weights."""
+        """Yields (name for `paths`, path) of other checkpoints.
+
+        The newest comes first, the best weights last.
+        """
         for path in manifest.newest_first(self.folder.checkpoints):
             if path not in than:
                 yield str(int(path.name.removeprefix("step-"))), path
@@ -81,14 +96,19 @@ class SavedRun:
                 yield BEST, path
 
     def model(self, path: Path) -> tuple[Any, int, str]:
-        """The converted model with the weights of a checkpoint, in evaluation mode; its step; why it has no narrow score, or ''.
+        """Loads a checkpoint into the converted model.
 
-        float32 weights on the device, or what the precision of the run keeps. CheckpointError if the checkpoint is damaged or another
-        model's.
+        Returns (model in evaluation mode, its step, reason against a score in its recipe or '').
+
+        The model is on the device, with weights in float32 or in the dtype of the run's precision.
+
+        Raises CheckpointError if the checkpoint is damaged or belongs to another model.
         """
         found = store.load(path)
         choices = read_run(self.folder.run).get("auto") if self.folder.run.exists() else None
         model = build(self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None)
+        # Include a guard's switch: without it, a widened run was scored in its old recipe (loss
+        # 5.6745 instead of 5.6721).
         for stage in guard_before.with_given(stages(self.config, model), model, self.config, self._facts(found)):
             if stage.step <= found.step:
                 stage.apply(model)
@@ -96,7 +116,7 @@ class SavedRun:
         own = model.state_dict()
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
-        if learnt:  # weights alone: of the recipes, only what a forward pass reads is missed
+        if learnt:  # best weights lack recipe states; the forward pass misses only learned steps
             layers = [name.rpartition(".")[0] for name, each in model.named_modules() if isinstance(each, LearnedSteps)]
             why = (
                 f"{path.name} of {path.parent.name}/ holds weights alone, and {layers[0]} computes with steps that it learnt"
@@ -109,13 +129,19 @@ class SavedRun:
         return model.eval(), found.step, why
 
     def _facts(self, found: store.Checkpoint) -> Mapping[str, Any]:
-        """Of a checkpoint; beside best weights nothing is kept of a guard, so those of the newest checkpoint."""
+        """Facts of a checkpoint.
+
+        Best weights have none about a guard, so the newest checkpoint's facts replace them.
+        """
         newest = manifest.newest_first(self.folder.checkpoints)[:1] if found.path.parent == self.folder.best else []
         return store.load(newest[0]).facts if newest and self.config.guard else found.facts
 
 
 def versions(model: Any, why: str) -> Iterator[tuple[str, Any]]:
-    """("narrow", model) unless there is a reason against it, then ("16 bits", model) with its recipes suspended."""
+    """Yields ("narrow", model), then ("16 bits", model) with its recipes suspended.
+
+    why  reason against the first; then only the second is yielded
+    """
     if narrow_forward(model) and not why:
         yield "narrow", model
     with suspended(model):

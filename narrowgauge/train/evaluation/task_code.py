@@ -1,14 +1,17 @@
-"""What a task file of lm-eval may run beyond its data, refused unless the user trusts the file.
+"""Refuses lm-eval task files that would run code, unless the user trusts the file.
 
-    !function, !!python/...    lm-eval imports a module from beside the file, or calls what it names
-    include, group members     other files, with the same rights: each is checked too
-    a metric of another name   evaluate.load() fetches a script by this name, or takes a folder's, and runs it
+    !function, !!python/...    lm-eval imports a module from beside the file, or calls the named
+                               object
+    include, group members     other files with the same rights: each is checked too
+    a metric of another name   evaluate.load() downloads a script of this name, or finds a folder of
+                               this name, and runs it
     hf_evaluate: true          the same for a name that lm-eval knows
-    dataset_path               of a script (.py), or "pandas", which unpickles in datasets before 5
-    templates ({{ ... }})      lm-eval renders them by a plain Jinja environment, from which all of Python can be reached: rendered in
-                               Jinja's sandbox here
+    dataset_path               a script (.py), or "pandas", which unpickles in datasets before 5
+    templates ({{ ... }})      lm-eval renders them in a plain Jinja environment, from which all of
+                               Python can be reached. They are rendered in Jinja's sandbox here
 
-The file is composed and not constructed, so reading it runs nothing. (lm-eval 0.4.13: tasks/_yaml_loader.py, api/registry.py, utils.py.)
+Reading a file composes YAML nodes without constructing objects, so it runs nothing. Checked against
+lm-eval 0.4.13: tasks/_yaml_loader.py, api/registry.py and utils.py.
 """
 
 from __future__ import annotations
@@ -27,45 +30,56 @@ TRUST = "Read the code, then pass --trust-task-code; or write the task without i
 FILE = reading.Kind(most_bytes=reading.MIB, follow_links=True, step="Name a YAML file.")
 PLAIN = "tag:yaml.org,2002:"
 PYTHON = f"{PLAIN}python/"
-UNPICKLED = frozenset({"pandas"})  # builders of `datasets`
+UNPICKLED = frozenset({"pandas"})  # builders of `datasets` that read pickles
 
 
 def refuse_code(file: Path, metrics: frozenset[str]) -> None:
-    """ConfigError if scoring the task `file`, or a file that it includes, would run code. metrics: names that lm-eval has itself."""
+    """Raises ConfigError if scoring the task `file`, or a file that it includes, would run code.
+
+    metrics  names of the metrics that lm-eval computes itself
+    """
     waiting, seen = [file], set[Path]()
     while waiting:
-        each = waiting.pop().expanduser().resolve()  # as lm-eval finds what is beside it
+        # Resolve links as lm-eval does for neighbouring files
+        each = waiting.pop().expanduser().resolve()
         if each not in seen:
             seen.add(each)
             waiting += _checked(each, file, metrics)
 
 
 def compose(file: Path) -> Any:
-    """The nodes of a YAML file, of which nothing is constructed. ConfigError if it cannot be read."""
+    """YAML nodes of a file, without constructed objects.
+
+    Raises ConfigError if the file cannot be read.
+    """
     text = reading.text_of(file, FILE)
     try:
         return yaml.compose(text)
     except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         words = " ".join(str(error).split())
         raise ConfigError(
-            f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file."
+            f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file.",
+            code="lm-eval.unreadable",
         ) from None
 
 
 def _checked(file: Path, named: Path, metrics: frozenset[str]) -> Iterator[Path]:
-    """The files that a file includes."""
+    """Checks one file and yields the files that it includes."""
     found = f"tasks = '{named}': {'' if file == named.expanduser().resolve() else f'{file}, which it includes, '}"
     waiting, seen = [compose(file)], set[int]()
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in seen:  # an alias
+        # An alias, seen before; a cycle of aliases would loop for ever
+        if node is None or id(node) in seen:
             continue
         seen.add(id(node))
+        # Any tag outside plain YAML names a constructor, which lm-eval's loader would call.
         if not node.tag.startswith(PLAIN) or node.tag.startswith(PYTHON):
             words = node.value if isinstance(node, yaml.ScalarNode) else "..."
             tag = node.tag.replace(PLAIN, "!!")
             raise ConfigError(
-                f"{found}runs code by {tag} {words} (line {node.start_mark.line + 1}): scoring would import and call it. {TRUST}"
+                f"{found}runs code by {tag} {words} (line {node.start_mark.line + 1}): scoring would import and call it. {TRUST}",
+                code="lm-eval.code",
             )
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
@@ -73,13 +87,15 @@ def _checked(file: Path, named: Path, metrics: frozenset[str]) -> Iterator[Path]
             waiting += [part for pair in node.value for part in pair]
             for key, value in node.value:
                 if reason := _runs_code(key.value, value, metrics):
-                    raise ConfigError(f"{found}{reason} (line {value.start_mark.line + 1}). {TRUST}")
+                    raise ConfigError(
+                        f"{found}{reason} (line {value.start_mark.line + 1}). {TRUST}", code="lm-eval.code"
+                    )
                 if key.value == "include":
                     yield from (file.parent / name for name in _texts(value))
 
 
 def _runs_code(key: Any, value: yaml.Node, metrics: frozenset[str]) -> str:
-    """Why a value of a task file would run code, or ''."""
+    """Returns the reason why a value of a task file would run code, or ''."""
     texts = _texts(value)
     if key == "class":
         return f"runs code: class {texts} is a Python task"
@@ -93,14 +109,20 @@ def _runs_code(key: Any, value: yaml.Node, metrics: frozenset[str]) -> str:
 
 
 def _texts(node: yaml.Node) -> list[str]:
-    """The scalars of a node or of a list of them."""
+    """The scalars of a node or of a list node."""
     parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     return [str(part.value) for part in parts if isinstance(part, yaml.ScalarNode)]
 
 
 @contextmanager
 def sandboxed_templates() -> Iterator[None]:
-    """lm-eval's templates in Jinja's sandbox while the body runs: the same filters and options, no attribute of Python's own."""
+    """Renders lm-eval's templates in Jinja's sandbox while the body runs.
+
+    Filters and options are the same.
+
+    In lm-eval 0.4.13 a template such as `{{ cycler.__init__.__globals__.os.system(...) }}` ran. The
+    sandbox denies access to Python's own attributes.
+    """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from lm_eval import utils
 

@@ -1,18 +1,20 @@
-"""Liveness of the ranks of torchrun: a rank that is killed, stopped or hung is named, and none trains on alone.
+"""Liveness of torchrun's ranks: names a rank that is killed, stopped or hung, and ends all others.
 
-    with liveness.watched(timeout_s=600) as rank:       in the first second of the process: no torch is needed
-        rank.place = "step 3"                           after each step: progress, and where the run is for messages
+    with liveness.watched(timeout_s=600) as rank:       in the first second of the process: no torch
+                                                        is needed
+        rank.place = "step 3"                           after each step: progress, and a description
+                                                        for messages
         ...
 
-A process of 16 MB, the sentinel, watches each rank and torchrun, keeps a heartbeat in torchrun's store and
-reads the others' (sentinel.py says what it does). A thread of the rank, which wakes once a second, tells
-the sentinel whether the rank waits for others and where it stands, and ends the process where the run has
-failed elsewhere: with the exit code of the failure, GRACE_S after it, so that a rank which notices by
-itself can end in order.
+A sentinel process of 16 MB watches each rank and torchrun. It writes a heartbeat to torchrun's
+store and reads the heartbeats of other ranks (see sentinel.py). A thread of the rank wakes once a
+second. It sends the sentinel the main thread's stack and reports if the rank waits for others.
+After a failure elsewhere, the thread ends the process after GRACE_S, with the exit code of the
+failure. The delay lets a rank that notices the failure by itself end in order.
 
-Costs 10 µs for each report of progress and 20 µs a second. `narrowgauge train` does this by itself. A
-script of your own that calls `narrowgauge.distribute` has to ask for it, since ranks end by os._exit.
-Without torchrun's variables `watched` does nothing.
+Cost: 10 µs per progress report, and 20 µs per second. `narrowgauge train` uses this by default. A
+script that calls `narrowgauge.distribute` has to enter `watched` itself, since ranks end by
+os._exit. Without torchrun's variables `watched` does nothing.
 """
 
 from __future__ import annotations
@@ -38,45 +40,50 @@ from narrowgauge.train.liveness.page import SIZE, Page
 from narrowgauge.train.liveness.processes import RUN_ID
 from narrowgauge.train.liveness.store import GONE_S, STORE_S, StoreClient
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
-LOOK_S = 1.0  # between reports of the rank to its sentinel
-GRACE_S = 3.0  # in which a rank whose peers failed may end by itself
-GOODBYE_S = 10.0  # for the sentinel to end after its rank has said goodbye
-KEYS = "run"  # under the prefix, those of sentinels and of train.parallel.ranks
-FRAMES = 12  # of a stack that is reported
-IDLE = 0.3  # of a processor, below which a backward pass waits for messages
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
+LOOK_S = 1.0  # interval of the rank's reports to its sentinel
+GRACE_S = 3.0  # time for a rank to end by itself after a peer has failed
+GOODBYE_S = 10.0  # time for the sentinel to end after its rank's goodbye
+KEYS = "run"  # sub-prefix for the keys of sentinels and of train.parallel.ranks
+FRAMES = 12  # reported frames of a stack
+IDLE = 0.3  # CPU share below which a backward pass counts as waiting for messages
 
 _current: Watched | None = None
 
 
 def current() -> Watched | None:
-    """The rank that is being watched in this process."""
+    """The watched rank of this process, or None."""
     return _current
 
 
 def prefix_of(world: int) -> str:
-    """Of the keys of one start of a run: torchrun may keep its store when it starts ranks again."""
+    """Prefix of all store keys of one start of a run.
+
+    torchrun may keep its store when it restarts ranks.
+    """
     return f"narrowgauge-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{world}"
 
 
 @contextmanager
 def watched(timeout_s: float = 600.0) -> Iterator[Watched | None]:
-    """Watches this rank while the body runs; None without torchrun's variables.
+    """Watches this rank while the body runs. Yields None without torchrun's variables.
 
-    timeout_s   after which a rank that is stopped, or for which the others wait, ends the run
+    timeout_s   the run ends if a rank is stopped, or the others wait for it, for longer than this
 
-    An error that leaves the body is reported to the other ranks. Nothing is left afterwards: no thread,
-    no process, no file.
+    An error that leaves the body is reported to the other ranks. No thread, process or file remains
+    afterwards.
     """
     global _current
-    if _current is not None or not _is_rank() or not hasattr(socket, "AF_UNIX"):  # Windows
+    # No AF_UNIX: Windows
+    if _current is not None or not _is_rank() or not hasattr(socket, "AF_UNIX"):
         yield _current
         return
     rank = _current = Watched(timeout_s)
     try:
         yield rank
     except NarrowgaugeError:
-        rank.close()  # whoever prints it tells the others
+        # `failed_before`, called by the code that prints this error, reports it to the others
+        rank.close()
         raise
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -93,7 +100,11 @@ def watched(timeout_s: float = 600.0) -> Iterator[Watched | None]:
 
 
 def failed_before(error: NarrowgaugeError) -> bool:
-    """Whether another rank has failed already; reports this error to the others where none has. False without a store."""
+    """Returns True if another rank has failed already. Otherwise reports this error to the others.
+
+    Returns False without a store. Uses StoreClient, not torch's client: after the store is gone,
+    torch's client retries for 10 to 26 s.
+    """
     if not _is_rank():
         return False
     world = int(os.environ["WORLD_SIZE"])
@@ -121,10 +132,10 @@ def _is_number(text: str) -> bool:
 
 
 class Watched:
-    """This rank, its thread and its sentinel.
+    """This rank, its reporting thread and its sentinel process.
 
-    place       where the run is, for messages; every assignment counts as progress
-    is_alone    the other ranks know that this one works while they wait, however long that takes
+    place       description of the current step, for messages; every assignment counts as progress
+    is_alone    this rank works while the others wait for it without a limit
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -135,13 +146,15 @@ class Watched:
         self._processor_s, self._waits_since_s = time.process_time(), 0.0
         self._looked_s = time.monotonic()
         self._stood = ("", "")
-        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # whole messages, or none
+        # SOCK_DGRAM delivers whole messages or nothing
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         own.setblocking(False)
         with its, tempfile.TemporaryFile() as file:
             file.truncate(SIZE)
             self._page = Page(file.fileno())
             self._talk = own
             self._sentinel = _start(its.fileno(), file.fileno())
+        # The thread sends its first report after LOOK_S: the sentinel needs timeout_s before.
         self._say()
         self._thread = threading.Thread(target=self._report, name="narrowgauge-liveness", daemon=True)
         self._thread.start()
@@ -156,11 +169,19 @@ class Watched:
         self._page.write(words)
 
     def wait_for_the_end(self) -> None:
-        """Until the sentinel, which has lost the store too, ends this process; returns where it does not."""
+        """Waits until the sentinel ends this process. Returns if it does not.
+
+        Called after the store is lost: the sentinel loses it as well and ends the rank.
+        """
         self._stop.wait(GONE_S + GRACE_S + 2 * STORE_S)
 
     def close(self, code: int = 0, words: str = "", prints: bool = False) -> None:
-        """Says goodbye; with a code, that this rank failed, which the sentinel prints unless it is said elsewhere."""
+        """Ends the thread and the sentinel.
+
+        code    exit code of this rank's failure; 0: it has not failed
+        words   description of the failure
+        prints  the sentinel prints the description, if no other rank has failed before
+        """
         self._stop.set()
         self._send({"goodbye": True, "code": code, "words": words, "prints": prints})
         self._thread.join()
@@ -175,14 +196,16 @@ class Watched:
 
     def _report(self) -> None:
         while not self._stop.wait(LOOK_S):
-            with contextlib.suppress(OSError):  # nothing was said
+            with contextlib.suppress(OSError):  # no message from the sentinel
                 self._end(json.loads(self._talk.recv(4096))["end"])
                 return
             self._say()
 
     def _end(self, code: int) -> None:
-        """The run has failed elsewhere: this process ends."""
+        """Ends this process because the run has failed elsewhere."""
         if not self._stop.wait(GRACE_S):
+            # Not sys.exit: the main thread may hang in a C library, and a thread cannot end it
+            # otherwise.
             os._exit(code)
 
     def _say(self) -> None:
@@ -195,7 +218,7 @@ class Watched:
         )
 
     def _stack(self) -> tuple[list[str], bool]:
-        """(lines of the main thread's stack, innermost last; whether it waits for other ranks)."""
+        """Returns (frames of the main thread, innermost last; True if it waits for other ranks)."""
         now_s, processor_s = time.monotonic(), time.process_time()
         used = (processor_s - self._processor_s) / max(now_s - self._looked_s, 1e-3)
         self._processor_s, self._looked_s = processor_s, now_s
@@ -207,19 +230,22 @@ class Watched:
             found.append(f"  {code.co_filename}:{frame.f_lineno} in {code.co_name}")
             frame = frame.f_back
         stands = (self._place, found[0] if found else "")
+        # A rank that moved since the last look computes, even if it is in a collective now.
         moved, self._stood = stands != self._stood, stands
         return found[::-1], not moved and inner is not None and _waits(inner, used)
 
     def _send(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a sentinel that is stopped reads nothing
+        with contextlib.suppress(OSError):  # the socket's buffer is full: the sentinel is stopped
             self._talk.send(json.dumps(what).encode())
 
 
 def _waits(inner: FrameType, used: float) -> bool:
-    """Whether a stack waits for other ranks.
+    """True if a stack waits for other ranks.
 
-    used: of a processor. DistributedDataParallel waits for its messages at the end of a backward pass,
-    where Python sees the engine alone; a backward pass that computes uses more than IDLE.
+    used  CPU time over wall time since the last look
+
+    DistributedDataParallel waits for its messages at the end of backward, where Python sees the
+    autograd engine alone. A backward pass that computes uses more than IDLE.
     """
     where = inner.f_code.co_filename.replace(os.sep, "/")
     if "/torch/distributed/" in where or inner.f_code.co_name == "wait_for_first_rank":
@@ -228,7 +254,10 @@ def _waits(inner: FrameType, used: float) -> bool:
 
 
 def _start(talk: int, page: int) -> subprocess.Popen[bytes]:
-    """The sentinel, in a session of its own: Ctrl-C and signals to the ranks' group leave it alone."""
+    """Starts the sentinel in a session of its own.
+
+    Ctrl-C and signals to the ranks' process group do not reach it there.
+    """
     setting = {
         "rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"]), "pid": os.getpid(),
         "local": int(os.environ.get("LOCAL_RANK") or 0) if _is_number(os.environ.get("LOCAL_RANK", "0")) else 0,
@@ -238,6 +267,8 @@ def _start(talk: int, page: int) -> subprocess.Popen[bytes]:
     }  # fmt: skip
     root = str(Path(__file__).resolve().parents[3])
     program = f"import sys; sys.path.insert(0, {root!r}); from narrowgauge.train.liveness.sentinel import main; main()"
+    # -I and -S skip site-packages and PYTHON* variables. A new interpreter rather than a fork: a
+    # fork would inherit locks, CUDA's descriptors and the rank's memory.
     command = [sys.executable, "-I", "-S", "-c", program, str(talk), str(page), json.dumps(setting)]
     return subprocess.Popen(
         command, pass_fds=(talk, page), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL

@@ -1,9 +1,9 @@
-"""Progress of a rank, in memory that the rank shares with its sentinel. Writing it costs 10 µs.
+"""Progress of a rank, in memory shared with its sentinel. A write costs 10 µs.
 
-    bytes 0 to 8    uint64: how often the rank has reported progress
-    bytes 8 to 256  where the run is, UTF-8, filled up with zeros: "step 3"
+    bytes 0 to 8    uint64, little-endian: number of progress reports
+    bytes 8 to 256  description of the current step in UTF-8, padded with zeros: "step 3"
 
-A reader may meet a write in progress and see half of the text; the next look sees all of it.
+A reader may see half of a text during a write. Its next look sees the whole text.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ SIZE = 256
 
 
 class Page:
+    """Shared memory of SIZE bytes behind a file descriptor."""
+
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)
         self._ticks = 0
 
     def write(self, place: str) -> None:
         self._ticks += 1
+        # Cutting bytes may split a UTF-8 character: `read` decodes with errors="replace".
         text = place.encode()[: SIZE - 8].ljust(SIZE - 8, b"\0")
         self._memory[:] = struct.pack("<Q", self._ticks) + text
 
     def read(self) -> tuple[int, str]:
-        """(number of reports, where the run is)."""
+        """Returns (number of reports, description of the current step)."""
         (ticks,) = struct.unpack("<Q", self._memory[:8])
         return ticks, self._memory[8:].rstrip(b"\0").decode(errors="replace")

@@ -1,8 +1,10 @@
-"""Facts about processes of this machine, read from /proc on Linux. Elsewhere only whether a process exists.
+"""Facts about processes of this machine, read from /proc on Linux.
 
-state(pid)         "T" for a process that SIGSTOP or SIGTSTP stopped, "Z" for one that ended, ""
-exit_words(pid)    "was killed by SIGKILL", while the process waits to be reaped
-launcher_of(pid)   the agent of torchrun that started this rank
+Other systems only know if a process exists.
+
+state(pid)         "T" for a process that SIGSTOP or SIGTSTP stopped, "Z" for a zombie, "" for none
+exit_words(pid)    "was killed by SIGKILL", for a zombie that waits to be reaped
+launcher_of(pid)   the torchrun agent that started this rank
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ import os
 import signal
 from pathlib import Path
 
-RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it for its workers; the agent itself has none
+RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it for its workers; the agent itself lacks it
 REAPERS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit")
 
 
 def state(pid: int) -> str:
-    """The letter of proc(5); "" where there is no such process, or no /proc."""
+    """The state letter of proc(5); "" without such a process, or without /proc."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def exists(pid: int) -> bool:
-    """False for a process that ended and waits to be reaped."""
+    """True if the process runs. False for a zombie that waits to be reaped."""
     if _has_proc():
         return state(pid) not in ("", "Z", "X")
     try:
@@ -36,10 +38,14 @@ def exists(pid: int) -> bool:
 
 
 def exit_words(pid: int) -> str:
-    """How a process ended, as a predicate; "" where its parent has reaped it already."""
+    """Describes the end of a process, as a predicate.
+
+    Returns "" if its parent has reaped it already.
+    """
     fields = _stat(pid)
     if not fields or fields[0] not in ("Z", "X") or len(fields) < 50:
         return ""
+    # Field 52 of proc(5), exit_code: `_stat` drops the first two fields.
     status = int(fields[49])
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -49,26 +55,30 @@ def exit_words(pid: int) -> str:
 
 
 def launcher_of(pid: int) -> tuple[int, str]:
-    """(pid, words): the agent that started the rank `pid`; words why it is gone already, or "".
+    """Returns (pid of the agent that started the rank `pid`, reason why it is gone already or "").
 
-    The first ancestor whose environment lacks TORCHELASTIC_RUN_ID: a wrapper script may stand between
-    agent and rank. A rank whose agent died before it could look was adopted by a reaper.
+    The agent is the first ancestor without TORCHELASTIC_RUN_ID in its environment, since a wrapper
+    script may stand between agent and rank. A reaper process adopts a rank whose agent died before
+    this look.
     """
     parent = _parent(pid)
     if not _has_proc():
         return parent, "it is gone" if parent == 1 else ""
     while parent > 1 and _inherits_run_id(parent):
         parent = _parent(parent)
-    return parent, "it is gone" if _is_reaper(parent) else ""  # 0: it is in another namespace
+    # Parent 0: the agent is in another PID namespace
+    return parent, "it is gone" if _is_reaper(parent) else ""
 
 
 def pidfd(pid: int) -> int | None:
-    """A descriptor that polls as readable once the process ends; None where the system has none."""
+    """A file descriptor that becomes readable when the process ends; None without pidfd."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
+        # Not PR_SET_PDEATHSIG: its signal comes when the thread that started the rank ends, and it
+        # names nothing.
         return os.pidfd_open(pid)
-    except OSError:  # gone, or a kernel before 5.3
+    except OSError:  # no such process, or a kernel before 5.3
         return None
 
 
@@ -77,7 +87,10 @@ def _has_proc() -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; the name before may contain anything."""
+    """Fields of /proc/PID/stat from the state on.
+
+    The process name before may contain any character.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     return []

@@ -1,22 +1,28 @@
-"""The sentinel of a rank: a process of 16 MB that outlives it, reports how it ended, and ends it.
+"""Sentinel of a rank: a process of 16 MB that outlives the rank, reports its end, and can end it.
 
-It imports the standard library alone. It has no part in the rank's interpreter, so a rank that holds
-the GIL for a minute in a C library still has a heartbeat. Keys in the store, beside those of Ranks:
+It imports only the standard library, since importing torch takes seconds and 200 MB. It does not
+share the rank's interpreter, so its heartbeat continues while a C library holds the rank's GIL. Its
+keys in the store, next to those of Ranks:
 
-    beat-R   every second: host, pid, place, what the rank does, a number that grows
-    failed   the first failure of the run, with its exit code; set once, and the one who sets it prints
+    beat-R   every second: host, pid, place, activity of the rank, and a counter
+    failed   the first failure of the run, with its exit code. It is set once, and the process that
+             sets it prints
 
-What a sentinel sees and does:
+Observations and reactions:
 
-    its rank ended without a goodbye  sets `failed`: killed by which signal, or which exit code
-    the launcher (torchrun) ended     sets `failed`: else its ranks would train on as orphans
-    `failed` was set by another       tells its rank to end with that code; kills it after KILL_S
-    its rank is stopped (SIGSTOP)     prints a note; sets `failed` after timeout_s
-    the others wait for its rank      prints a note with the stack; sets `failed` after timeout_s
-    the next rank's beat is silent    prints a note; sets `failed` after LOST_S: its machine is gone
-    the store is gone                 prints and ends its rank: torchrun's agent on its host ended
+    its rank ended without a goodbye  sets `failed`, with the signal or exit code of the rank
+    the launcher (torchrun) ended     sets `failed`, since its ranks would train on as orphans
+    another process set `failed`      tells its rank to end with that code, and kills it after
+                                      KILL_S
+    its rank is stopped (SIGSTOP)     prints a note, and sets `failed` after timeout_s
+    the others wait for its rank      prints a note with the stack, and sets `failed` after
+                                      timeout_s
+    the next rank's beat is silent    prints a note, and sets `failed` after LOST_S: its machine is
+                                      gone
+    the store is gone                 prints, and ends its rank: torchrun's agent on the store's
+                                      host ended
 
-A launcher that is stopped pauses the time of all of these: Ctrl-Z stops torchrun with its ranks.
+All timers pause while the launcher is stopped, since Ctrl-Z stops torchrun together with its ranks.
 """
 
 from __future__ import annotations
@@ -38,18 +44,18 @@ from narrowgauge.train.liveness.page import Page
 from narrowgauge.train.liveness.store import GONE_S, STORE_S, ProtocolError, StoreClient
 
 TICK_S = 0.5
-NOTE_S = 4.0  # that a rank is stopped before it is named
-WAIT_S = 5.0  # that others wait for a rank before it is named
-SILENT_S = 7.0  # without a beat before a rank is named
-LOST_S = 30.0  # without a beat before the run ends: a machine that pauses comes back
-KILL_S = 6.0  # between the word to end and SIGKILL
-OWN_KILL_S = 30.0  # the same for a rank that failed by itself and is cleaning up
+NOTE_S = 4.0  # a rank stopped for longer is named
+WAIT_S = 5.0  # a rank that others wait for longer is named
+SILENT_S = 7.0  # a rank silent for longer is named
+LOST_S = 30.0  # a rank silent for longer ends the run: a machine that only pauses comes back sooner
+KILL_S = 6.0  # from the request to end until SIGKILL
+OWN_KILL_S = 30.0  # the same for a rank that failed by itself and still cleans up
 AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
 
 
 @dataclass
 class Setting:
-    """Of one rank; from its environment, as JSON."""
+    """Environment of one rank, passed as JSON."""
 
     rank: int
     world: int
@@ -59,10 +65,18 @@ class Setting:
     port: int
     prefix: str
     uses_agent_store: bool
-    is_elastic: bool  # started by torchrun, whose end it watches
+    is_elastic: bool  # started by torchrun, whose process is watched
 
 
 class Sentinel:
+    """State and main loop of a sentinel.
+
+    rank_says        last report of the rank
+    goodbye          last message of the rank, with its exit code; None while it runs
+    ending_since_s   time since which the rank is expected to end; None: it is not
+    launcher         pid of torchrun's agent; 0: none
+    """
+
     def __init__(self, setting: Setting, talk: socket.socket, page: Page) -> None:
         self.setting, self.talk, self.page = setting, talk, page
         self.name = f"rank {setting.rank} of {setting.world} ({socket.gethostname()}, pid {setting.pid})"
@@ -70,7 +84,7 @@ class Sentinel:
         self.store: StoreClient | None = None
         self.rank_says: dict[str, Any] = {}
         self.goodbye: dict[str, Any] | None = None
-        self.ending_since_s: float | None = None  # since when its rank ends, as it was told or by itself
+        self.ending_since_s: float | None = None
         self.kill_s = KILL_S
         self.launcher, self.launcher_gone = processes.launcher_of(setting.pid) if setting.is_elastic else (0, "")
         self._descriptors = {pid: processes.pidfd(pid) for pid in (setting.pid, self.launcher) if pid > 1}
@@ -98,7 +112,7 @@ class Sentinel:
     # --- the rank
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # until nothing more has come
+        with contextlib.suppress(OSError):  # BlockingIOError: all messages are read
             while True:
                 said = json.loads(self.talk.recv(65536))
                 if "goodbye" in said:
@@ -108,9 +122,12 @@ class Sentinel:
                     self._since["said"] = time.monotonic()
 
     def _lives(self, pid: int) -> bool:
-        """Of the rank, whose child this is, and the launcher, whose descriptor no new process inherits."""
+        """True if the rank or the launcher runs."""
         if pid == self.setting.pid:
+            # The sentinel is a child of the rank: getppid changes when the rank dies, even if its
+            # pid is reused.
             return os.getppid() == pid
+        # A pidfd refers to one process: a new process with the same pid does not look alive.
         descriptor = self._descriptors.get(pid)
         if descriptor is None:
             return processes.exists(pid)
@@ -119,9 +136,10 @@ class Sentinel:
         return not poller.poll(0)
 
     def _rank_ended(self) -> None:
+        # Read the exit status first: the launcher may reap the zombie at any moment.
         how = processes.exit_words(self.setting.pid)
         if self.ending_since_s is not None:
-            return  # as it was told
+            return  # the run ended this rank: nothing to report
         if self.goodbye is not None:
             if not self.goodbye["code"]:
                 self._store("set", f"beat-{self.setting.rank}", json.dumps({"ended": True}))
@@ -133,14 +151,14 @@ class Sentinel:
         self._fails(f"{self._place()}{self.name} {how}. {AGAIN}")
 
     def _end(self, code: int) -> None:
-        """Tells the rank to end; `_is_ending` kills it where it does not."""
+        """Tells the rank to end. `_is_ending` kills it if it does not."""
         if self.ending_since_s is None and self._lives(self.setting.pid):
             self.ending_since_s = time.monotonic()
             with contextlib.suppress(OSError):
                 self.talk.send(json.dumps({"end": code}).encode())
 
     def _is_ending(self) -> bool:
-        """Whether the rank has been told to end, or has told the others that it ends."""
+        """True if the rank was told to end, or reports that it ends. Kills it after `kill_s`."""
         if self.ending_since_s is None:
             return False
         if time.monotonic() - self.ending_since_s > self.kill_s and self._lives(self.setting.pid):
@@ -176,7 +194,7 @@ class Sentinel:
             self._watch_next()
 
     def _pause(self) -> None:
-        """Shifts all that is being timed by the time for which the launcher, or this process, was stopped."""
+        """Shifts all timers by the time for which the launcher or this process was stopped."""
         now_s = time.monotonic()
         apart_s, self._ticked_s = now_s - self._ticked_s, now_s
         is_stopped = self.launcher > 1 and processes.state(self.launcher) == "T"
@@ -195,7 +213,10 @@ class Sentinel:
         self._store("set", f"beat-{self.setting.rank}", json.dumps(told))
 
     def _watch_own_rank(self) -> None:
-        """Notes a rank that is stopped, or for which the others wait; ends the run after timeout_s."""
+        """Prints a note if the rank is stopped or others wait for it.
+
+        Ends the run after timeout_s.
+        """
         stopped = processes.state(self.setting.pid) == "T"
         if self._for_s("stopped", stopped) > NOTE_S:
             self._note("stopped", f"is stopped by a signal (SIGSTOP). Continue it: kill -CONT {self.setting.pid}")
@@ -203,6 +224,8 @@ class Sentinel:
             self._fails(f"{self._place()}{self.name} was stopped for {self.timeout_s:g} s (timeout_s). {AGAIN}")
             return
         ticks, _ = self.page.read()
+        # A thread of the rank cannot report while a C library holds the GIL, so silence counts as
+        # standing still.
         silent_s = time.monotonic() - self._since.get("said", time.monotonic())
         stands = self.rank_says.get("waits_s", 0.0) == 0.0 or silent_s > WAIT_S
         if self._since_tick(ticks) and stands and not stopped and self.setting.world > 1:
@@ -224,7 +247,7 @@ class Sentinel:
             )
 
     def _since_tick(self, ticks: int) -> bool:
-        """Whether the rank has reported no progress for a while."""
+        """True if the rank has reported no progress for WAIT_S."""
         key = f"tick {ticks}"
         if key not in self._since:
             self._since = {name: since for name, since in self._since.items() if not name.startswith("tick ")}
@@ -232,7 +255,10 @@ class Sentinel:
         return time.monotonic() - self._since[key] > WAIT_S
 
     def _another_waits(self) -> bool:
-        """Whether the rank before or after this one has waited for WAIT_S: asked only where this one stands still."""
+        """True if a neighbour or rank 0 has waited for WAIT_S.
+
+        Called only while this rank makes no progress, which saves requests to the store.
+        """
         world = self.setting.world
         for other in {(self.setting.rank - 1) % world, (self.setting.rank + 1) % world, 0} - {self.setting.rank}:
             beat = self._store("get", f"beat-{other}")
@@ -241,12 +267,15 @@ class Sentinel:
         return False
 
     def _watch_next(self) -> None:
-        """The next rank of the ring, whose machine may be gone with all that could report its end."""
+        """Watches the heartbeat of the next rank in the ring.
+
+        Its whole machine may be gone, including its sentinel.
+        """
         other = (self.setting.rank + 1) % self.setting.world
         if other == self.setting.rank or self.store is None:
             return
         text = self._store("get", f"beat-{other}")
-        if text is None:  # not yet there, or no answer
+        if text is None:  # the rank has not started, or the store does not answer
             return
         beat, now_s = json.loads(text), time.monotonic()
         if beat.get("ended") or beat["count"] != self._next_beat[0]:
@@ -258,7 +287,7 @@ class Sentinel:
         if silent_s > SILENT_S and (beat["host"], beat["boot"]) == self._machine:
             if not processes.exists(beat["pid"]):
                 self._fails(f"{where}{name} was killed, with the process that watched it. {AGAIN}")
-            return  # its sentinel alone is gone or stopped
+            return  # only its sentinel is gone or stopped
         if silent_s > SILENT_S:
             self._note(
                 "silent", f"reports: no sign of life of {name} for {silent_s:.0f} s. Its machine or network may be gone"
@@ -269,7 +298,10 @@ class Sentinel:
     # --- the store
 
     def _store(self, method: str, *given: str) -> Any:
-        """What the store answers; None without one. Connects again where the connection is gone."""
+        """Calls a method of the store client; reconnects if necessary.
+
+        Returns None without a store.
+        """
         try:
             if self.store is None:
                 setting = self.setting
@@ -281,7 +313,8 @@ class Sentinel:
                 self.store.close()
             self.store = None
             refused = isinstance(error, ConnectionError) and not isinstance(error, ProtocolError)
-            self._for_s("refused", refused)  # silence alone may be a store that is stopped
+            # Only a refused connection proves that the store ended: a stopped store is silent
+            self._for_s("refused", refused)
             if isinstance(error, ProtocolError):
                 self._note("protocol", f"is not watched: {error}")
             return None
@@ -300,28 +333,32 @@ class Sentinel:
         self._end(PeerError.exit_code)
 
     def _fails(self, words: str, code: int = PeerError.exit_code, prints: bool = True) -> None:
-        """The first to fail prints. Without a store the first rank of this machine does."""
+        """Sets `failed` and ends the rank. The first process to set it prints.
+
+        Without a store, the first rank of each machine prints, as does a rank that reported its own
+        failure.
+        """
         mine = json.dumps({"rank": self.setting.rank, "code": code, "words": words, "by_sentinel": True})
         now = self._store("compare_set", "failed", "", mine)
         if prints and (now == mine or (now is None and (self.setting.local == 0 or self.goodbye is not None))):
             _say(words)
         self._end(PeerError.exit_code)
 
-    # --- words
+    # --- messages
 
     def _place(self) -> str:
         place = self.page.read()[1]
         return f"{place}: " if place else ""
 
     def _for_s(self, what: str, holds: bool) -> float:
-        """Seconds for which something has held."""
+        """Seconds for which a condition has held."""
         if not holds:
             self._since.pop(what, None)
             return 0.0
         return time.monotonic() - self._since.setdefault(what, time.monotonic())
 
     def _note(self, kind: str, words: str) -> None:
-        """Once for each place of the run."""
+        """Prints a note, once per kind and step."""
         place = self.page.read()[1]
         if (kind, place) not in self._noted:
             self._noted.add((kind, place))
@@ -335,17 +372,20 @@ def _say(words: str) -> None:
 
 
 def _boot() -> str:
-    """Tells machines of one name apart."""
+    """Boot id of this machine, which distinguishes machines with equal host names."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip()
     return ""
 
 
 def main() -> None:
-    """Started by `narrowgauge.train.liveness`; its arguments are descriptors, and the setting as JSON."""
+    """Entry point, started by `narrowgauge.train.liveness`.
+
+    Arguments: two file descriptors, and a Setting as JSON.
+    """
     talk, page, setting = int(sys.argv[1]), int(sys.argv[2]), Setting(**json.loads(sys.argv[3]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its rank, and never before
+        signal.signal(number, signal.SIG_IGN)  # the sentinel ends with its rank and never before
     connection = socket.socket(fileno=talk)
     connection.setblocking(False)
     sentinel = Sentinel(setting, connection, Page(page))
