@@ -341,13 +341,28 @@ def test_on_a_gpu_kept_codes_are_reported_and_given_up_after_a_write(on_a_gpu):
 # --- what backward reads, and for how long ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-row", "nvfp4"])
-def test_what_backward_casts_of_a_perturbed_weight_is_not_found_by_others(recipe):
+def written(weight: Tensor) -> Callable[[], object]:
+    old = weight.detach().clone()
+    weight.data.mul_(-2)
+    return lambda: weight.data.copy_(old)
+
+
+def pointed_elsewhere(weight: Tensor) -> Callable[[], object]:
+    """Averaged weights are swapped in so: the address of the weight that was cast comes back, its bytes were never written."""
+    old = weight.data
+    weight.data = -2 * old
+    return lambda: setattr(weight, "data", old)
+
+
+@pytest.mark.parametrize("weight_codes", ["auto", "step"])
+@pytest.mark.parametrize("perturb", [written, pointed_elsewhere], ids=lambda perturb: perturb.__name__)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_backward_casts_of_a_perturbed_weight_is_not_found_by_others(recipe, perturb, weight_codes):
     """Forward, a perturbation, backward, restored: the next forward pass has the bytes of the first."""
     torch.manual_seed(0)
-    model = ng.convert(nn.Sequential(nn.Linear(IN, OUT)), recipe)
+    model = ng.convert(nn.Sequential(nn.Linear(IN, OUT)), recipe, weight_codes=weight_codes)
     ng.advance(model)
-    x, old = torch.randn(ROWS, IN), model[0].weight.detach().clone()
+    x = torch.randn(ROWS, IN)
 
     def gradient(model: nn.Module) -> Tensor:
         leaf = x.clone().requires_grad_()
@@ -355,10 +370,11 @@ def test_what_backward_casts_of_a_perturbed_weight_is_not_found_by_others(recipe
         model(leaf).square().sum().backward()
         return leaf.grad
 
+    torch.manual_seed(5)
     first = model(x.clone().requires_grad_())
-    model[0].weight.data.mul_(-2)
+    restore = perturb(model[0].weight)
     first.sum().backward()
-    model[0].weight.data.copy_(old)
+    restore()
     assert_same(gradient(model), gradient(copy.deepcopy(model)))
 
 
