@@ -80,8 +80,8 @@ class WeightCache:
         draws = not all(
             operand.plan.serves_a_step
         )  # their noise is drawn once a step: what is cast first must be found again
-        self.seen = fingerprint(operand.tensor) if keeps and (self.expects_more or draws) else None
         self.held, self.casts = operand.tensor.detach(), casts
+        self.seen = fingerprint(self.held) if keeps and (self.expects_more or draws) else None
 
     def _is_unchanged(self, operand: Operand) -> bool:
         """Whether the weight has the bytes that were cast; on a GPU assumed in training, see the module."""
