@@ -122,7 +122,7 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
             if recipe in advances:
                 advances[recipe]()
         with torch.autograd.set_multithreading_enabled(False):
-            calls[recipe] = _calls(step)
+            calls[recipe] = python_calls(step)
         steps[recipe] = step
     timings = harness.measure(steps, rounds=GPU_ROUNDS, warmup=8, clock=least_clock)
     rows: list[dict[str, Any]] = []
@@ -139,7 +139,8 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _calls(run: Callable[[], Any]) -> int:
+def python_calls(run: Callable[[], Any]) -> int:
+    """Calls of Python functions in all files, whoever's."""
     events: list[str] = []
     sys.setprofile(lambda frame, event, _: events.append(event))
     try:
