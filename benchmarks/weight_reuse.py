@@ -97,14 +97,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the rows, with versions, commit and command, to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = []
     for recipe in options.recipes:
         for size in options.sizes:
             for micro_batches, tokens in (*SHAPES, (0, 32), (0, 512)):
-                rows.append(measured(recipe, size, micro_batches, tokens))
-                print(*(f"{name} {value}" for name, value in rows[-1].items()), sep="   ", flush=True)
-    if options.json is not None:
-        harness.record("weight_reuse", rows, options.json)
+                row = measured(recipe, size, micro_batches, tokens)
+                print(*(f"{name} {value}" for name, value in row.items()), sep="   ", flush=True)
+                if options.json is not None:
+                    harness.record("weight_reuse", [row], options.json)
 
 
 if __name__ == "__main__":
