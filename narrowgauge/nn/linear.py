@@ -308,7 +308,7 @@ class QLinear(nn.Linear):
             if x.ndim != 2:
                 y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if local is None else local.wrap(y)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise imported(_TRANSFORMS, "explained")(error, x, weight, bias)  # noqa: B904
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
