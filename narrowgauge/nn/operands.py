@@ -226,7 +226,7 @@ class Operand:
     def _may_share(self, casts: Casts) -> bool:
         """(w) whether forward passes to come may read what backward makes of the weight as it is now."""
         cache = self.context.cache if self.plan.role == "w" else None
-        return cache is None or cache.is_gathered or bool(cache.may_add(casts))
+        return cache is None or cache.is_gathered or bool(cache.may_add(casts, self.tensor))
 
     def _rotated_cast(
         self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str

@@ -137,8 +137,17 @@ def refuse_backward(what: str, way_on: str) -> NoReturn:
     )
 
 
-def explained(error: RuntimeError, *tensors: Tensor | None) -> RuntimeError:
-    """The error that torch raised in a Linear, or one with the next step if a tensor was made in inference mode."""
+def explained(error: RuntimeError | TypeError, *tensors: Tensor | None) -> Exception:
+    """The error that torch raised in a Linear, or one with the next step for a MaskedTensor and for what inference mode made.
+
+    tensors  x, weight, bias
+    """
+    for name, tensor in zip(("x", "weight", "bias"), tensors, strict=True):
+        if type(tensor).__name__ == "MaskedTensor":
+            return ShapeError(
+                f"linear: {name} is a MaskedTensor, which torch can neither cast nor multiply by a matrix. Pass {name}.to_tensor(0), "
+                "and mask the result."
+            )
     if not any(each is not None and each.is_inference() for each in tensors):
         return error
     return TransformError(
