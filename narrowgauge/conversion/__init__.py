@@ -343,14 +343,14 @@ def advance(model: nn.Module) -> None:
     except one small read if a recipe samples rows, and one per layer in the cold
     start of learned steps. Warns once of learned steps that no optimizer updates.
     """
-    layers: dict[str, QLinear | QEmbedding] = dict(_quantized(model, "advance"))
-    layers |= dict(quantized_embeddings(model))
-    step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
-    for layer in layers.values():
+    require_module(model, "advance")
+    layers = {module: name for name, module in model.named_modules() if isinstance(module, QLinear | QEmbedding)}
+    step_end.end_steps({layer: name for layer, name in layers.items() if not layer.step_ended})
+    for layer in layers:
         # The hook of an optimizer has ended this step already: only clear casts made since.
         if layer.step_ended:
             layer.end_step()
-        layer.step_ended = False
+            layer.__dict__["step_ended"] = False
 
 
 def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:

@@ -129,11 +129,12 @@ class AmaxHistory(LayerState):
         writes `live` without the host. The next `lineage` then reads the content.
         """
         self._follow(hash((self._lineage, -1)) if self._was_seen and self._lineage is not None else None)
-        self._was_seen = False
+        self.__dict__["_was_seen"] = False
 
     def _follow(self, lineage: int | None) -> None:
-        history = self.history
-        self._lineage, self._followed = lineage, (history, 0 if history.is_inference() else history._version)
+        history: Tensor = self._buffers["history"]  # type: ignore[assignment]
+        own = self.__dict__
+        own["_lineage"], own["_followed"] = lineage, (history, 0 if history.is_inference() else history._version)
 
     def extra_repr(self) -> str:
         return str(self.window)

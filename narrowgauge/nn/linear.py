@@ -195,7 +195,7 @@ class QLinear(nn.Linear):
                     from narrowgauge.ops.fingerprint import Readback
 
                     self.suspects += (Readback(changed),)
-            self._cache = before.renewed(self.recasts)
+            self.__dict__["_cache"] = before.renewed(self.recasts)  # torch's `__setattr__` takes two microseconds
         if not keep and self.precast is not None:
             self.precast.forget()
         if self.carried is not None:
@@ -226,7 +226,8 @@ class QLinear(nn.Linear):
     @property
     def recasts(self) -> bool:
         """Whether backward casts the weight again instead of keeping codes of it from forward on."""
-        device = self.weight.device
+        weight = self._parameters.get("weight")
+        device = (self.weight if weight is None else weight).device
         return chosen(self.weight_codes, device_facts(device.type, device.index).type) == "recast"
 
     def _keeps_x(self, plan: LinearPlan, device: torch.device) -> bool:
@@ -243,7 +244,7 @@ class QLinear(nn.Linear):
         self.empty_cache(keep=True)
         if self.shared_inputs is not None:
             self.shared_inputs.clear()
-        self._step_watch = None
+        self.__dict__["_step_watch"] = None
 
     def take_casts(self, casts: Casts) -> None:
         """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
@@ -308,7 +309,7 @@ class QLinear(nn.Linear):
             if x.ndim != 2:
                 y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if local is None else local.wrap(y)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise imported(_TRANSFORMS, "explained")(error, x, weight, bias)  # noqa: B904
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts

@@ -245,7 +245,7 @@ class Operand:
     def _may_share(self, casts: Casts) -> bool:
         """(w) True if later forward passes may read the copies that backward makes now."""
         cache = self.context.cache if self.plan.role == "w" else None
-        return cache is None or cache.is_gathered or bool(cache.may_add(casts))
+        return cache is None or cache.is_gathered or bool(cache.may_add(casts, self.tensor))
 
     def _rotated_cast(
         self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str

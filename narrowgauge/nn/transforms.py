@@ -147,8 +147,18 @@ def refuse_backward(what: str, way_on: str) -> NoReturn:
     )
 
 
-def explained(error: RuntimeError, *tensors: Tensor | None) -> RuntimeError:
-    """Return a clearer error if an operand was made in inference mode, else the given error."""
+def explained(error: RuntimeError | TypeError, *tensors: Tensor | None) -> Exception:
+    """Return a clearer error for a MaskedTensor or an operand made in inference mode.
+
+    error    the error that torch raised in a Linear, which is returned in all other cases
+    tensors  x, weight, bias
+    """
+    for name, tensor in zip(("x", "weight", "bias"), tensors, strict=True):
+        if type(tensor).__name__ == "MaskedTensor":
+            return ShapeError(
+                f"linear: {name} is a MaskedTensor, which torch can neither cast nor multiply by a matrix. Pass {name}.to_tensor(0), "
+                "and mask the result."
+            )
     if not any(each is not None and each.is_inference() for each in tensors):
         return error
     return TransformError(

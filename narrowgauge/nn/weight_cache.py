@@ -18,19 +18,12 @@ from torch import Tensor
 
 from narrowgauge.addresses import Key, validity
 from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.ops.fingerprint import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.fingerprint import Fingerprint
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 CHECK_EVERY = 8  # steps, between two samples of a weight on a GPU
-
-
-def fingerprint(weight: Tensor) -> Fingerprint | None:
-    """See `ops.fingerprint`, imported where a second forward pass may come."""
-    from narrowgauge.ops.fingerprint import fingerprint
-
-    return fingerprint(weight)
 
 
 @dataclass(eq=False)
@@ -87,8 +80,8 @@ class WeightCache:
         draws = not all(
             operand.plan.serves_a_step
         )  # their noise is drawn once a step: what is cast first must be found again
-        self.seen = fingerprint(operand.tensor) if keeps and (self.expects_more or draws) else None
         self.held, self.casts = operand.tensor.detach(), casts
+        self.seen = fingerprint(self.held) if keeps and (self.expects_more or draws) else None
 
     def _is_unchanged(self, operand: Operand) -> bool:
         """Whether the weight has the bytes that were cast; on a GPU assumed in training, see the module."""
@@ -97,14 +90,17 @@ class WeightCache:
             return seen is not None and seen.is_same()
         return operand.context.records and (self.step % CHECK_EVERY != 0 or seen.is_same())
 
-    def may_add(self, casts: Casts) -> bool:
+    def may_add(self, casts: Casts, weight: Tensor) -> bool:
         """Whether backward may add a cast of the weight as it is now to the casts of a forward pass.
 
-        Not if later forward passes could find it there and the weight was written since: it may be restored until then.
+        Not if later forward passes could find it there and the weight was written since, or `.data` points to another memory:
+        both may be undone until then.
         """
         if casts is not self.casts or self.is_given or self.seen is None:
             return True
-        return self.seen.is_same() if self.seen.is_exact else True
+        if self.key is None or validity(weight) != self.key[0]:
+            return False
+        return not self.seen.is_exact or self.seen.is_same()
 
     @property
     def changed(self) -> Tensor | None:

@@ -149,8 +149,8 @@ def test_an_optimizer_without_the_step_is_warned_of():
 @pytest.mark.parametrize(
     ("options", "codes", "why"),
     [
-        ({coded("convert.embedding-codes", "max_norm"): 1.0}, "int4", coded("convert.embedding-codes", "max_norm")),
-        ({coded("convert.embedding-codes"): True}, "int4", coded("convert.embedding-codes")),
+        ({"max_norm": 1.0}, "int4", coded("convert.embedding-codes", "max_norm")),
+        ({"sparse": True}, "int4", coded("convert.embedding-codes", "sparse")),
         ({}, "int3", coded("convert.embeddings", "'int4', 'int8'")),
     ],
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import narrowgauge as ng
-from benchmarks.linear_overhead import IMPORTED, counted, trip
+from benchmarks.linear_overhead import IMPORTED, counted, python_calls, trip
 from narrowgauge import recipes
 from narrowgauge.addresses import validity
 from narrowgauge.nn import linear_function
@@ -33,6 +34,18 @@ def test_one_linear_calls_little_and_stays_in_few_files():
         ng.advance(layer)
     found = counted(run)
     assert found["calls"] <= 220 and found["moves"] <= 80, found
+
+
+@pytest.mark.parametrize("recipe, most", [("fp8-current", 20), ("fp8-delayed", 70)])
+def test_the_end_of_a_step_calls_little_for_each_layer(recipe, most):
+    """Python calls of `advance`, torch's own included: setting an attribute of a module takes eight."""
+    calls = {}
+    for count in (2, 10):
+        model = ng.convert(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))), recipe)
+        for _ in range(3):
+            model(torch.randn(4, 16)).sum().backward()
+            calls[count] = python_calls(partial(ng.advance, model))
+    assert (calls[10] - calls[2]) / 8 <= most, calls
 
 
 def test_importing_the_linear_brings_few_lines():

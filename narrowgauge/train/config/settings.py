@@ -167,7 +167,9 @@ class InvalidSettings(ConfigError):
         for keys, message in self.problems:
             place = next(filter(None, map((origins or {}).get, keys)), "")
             lines.append(f"{place}: {message}" if place else message)
-        super().__init__("\n".join(lines))
+        # The code names the first key: "config.guard".
+        code = f"config.{self.problems[0][0][0]}" if self.problems and self.problems[0][0] else "config.settings"
+        super().__init__("\n".join(lines), code=code)
 
 
 def by_key() -> dict[str, Field[Any]]:

@@ -98,9 +98,9 @@ def test_generators_come_back():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"width": 48}, r"0\.weight is float32 \[32, 32\], here float32 \[32, 48\]"),
+        ({"width": 48}, "0.weight is float32 [32, 32], here float32 [32, 48]"),
         ({"recipe": "bf16"}, "is not part of this model"),
-        ({"dtype": torch.bfloat16}, r"0\.weight is float32 \[32, 32\], here bfloat16 \[32, 32\]"),
+        ({"dtype": torch.bfloat16}, "0.weight is float32 [32, 32], here bfloat16 [32, 32]"),
     ],
     ids=["shape", "recipe", "dtype"],
 )
