@@ -131,7 +131,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
         warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)
     for layer in ended:
-        layer.__dict__["step_ended"] = True  # past torch's `__setattr__`, which takes two microseconds
+        layer.__dict__["step_ended"] = True  # nn.Module.__setattr__ costs 2 us
     from narrowgauge.nn.wide_copies import end_step
 
     end_step(models, ended.keys())
