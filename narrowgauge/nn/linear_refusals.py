@@ -1,4 +1,7 @@
-"""Why a Linear with a recipe does not take some operands, in words; imported where one does not."""
+"""Error messages for operands and recipes that a Linear does not accept.
+
+Imported on the first error.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from narrowgauge.recipe import Recipe
 def refuse(
     x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.dtype, ...], recipe: Recipe | None
 ) -> None:
-    """Raises TransformError for a transform without a rule, and ShapeError for operands that the products cannot take."""
+    """Raise TransformError for an unsupported transform, ShapeError for unsupported operands."""
     if not is_compiling():
         refuse_active(recipe, x=x, weight=weight, bias=bias)
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
@@ -55,7 +58,10 @@ def refuse(
 
 
 def refuse_recipe(recipe: object, name: str = "") -> NoReturn:
-    """Raises ConfigError for a recipe that a layer (its attribute `name`) or the function `linear` does not take."""
+    """Raise ConfigError for a recipe that a layer or the function `linear` does not accept.
+
+    name  the layer's attribute; '' for the function
+    """
     if name:
         raise ConfigError(
             f"{name} is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names.",
