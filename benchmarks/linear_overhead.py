@@ -47,10 +47,24 @@ ROWS, WIDTH, ROUNDS, GPU_ROUNDS = 32, 64, 60, 60
 LAYERS, STEPS, PAIRS = 24, 40, 5  # of --base
 ADVANCED = ("fp8-current", "fp8-delayed", "int8", "int4-hq-bs")
 
+# Prints how many lines of code `import narrowgauge.nn.linear` reads: blank lines, comments and docstrings left out.
 IMPORTED = """
-import sys
+import ast, io, sys, tokenize
 import narrowgauge.nn.linear
-print(sum(sum(1 for _ in open(m.__file__, encoding="utf-8")) for n, m in sys.modules.items() if n.partition(".")[0] == "narrowgauge"))
+QUIET = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER)
+def code_lines(text):
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in QUIET:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            if isinstance(body[0].value.value, str):
+                lines.difference_update(range(body[0].lineno, body[0].end_lineno + 1))
+    return len(lines)
+files = [m.__file__ for name, m in sys.modules.items() if name.partition(".")[0] == "narrowgauge"]
+print(sum(code_lines(open(file, encoding="utf-8").read()) for file in files))
 """
 
 

@@ -157,7 +157,8 @@ def explained(error: RuntimeError | TypeError, *tensors: Tensor | None) -> Excep
         if type(tensor).__name__ == "MaskedTensor":
             return ShapeError(
                 f"linear: {name} is a MaskedTensor, which torch can neither cast nor multiply by a matrix. Pass {name}.to_tensor(0), "
-                "and mask the result."
+                "and mask the result.",
+                code="linear.masked-tensor",
             )
     if not any(each is not None and each.is_inference() for each in tensors):
         return error

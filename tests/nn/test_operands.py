@@ -50,7 +50,7 @@ def test_the_end_of_a_step_calls_little_for_each_layer(recipe, most):
 
 def test_importing_the_linear_brings_few_lines():
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
-    assert int(done.stdout) <= 5000
+    assert int(done.stdout) <= 3200  # of code: docstrings and comments may grow
 
 
 class Gathered:
