@@ -22,12 +22,15 @@ Over an empty CUDA runtime, where a driver costs nothing, that is a lower bound 
 from __future__ import annotations
 
 import argparse
+import ast
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -47,25 +50,33 @@ ROWS, WIDTH, ROUNDS, GPU_ROUNDS = 32, 64, 60, 60
 LAYERS, STEPS, PAIRS = 24, 40, 5  # of --base
 ADVANCED = ("fp8-current", "fp8-delayed", "int8", "int4-hq-bs")
 
-# Prints how many lines of code `import narrowgauge.nn.linear` reads: blank lines, comments and docstrings left out.
+# Prints how many lines of code `import narrowgauge.nn.linear` reads.
 IMPORTED = """
-import ast, io, sys, tokenize
+import sys
 import narrowgauge.nn.linear
-QUIET = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER)
-def code_lines(text):
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in QUIET:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-            if isinstance(body[0].value.value, str):
-                lines.difference_update(range(body[0].lineno, body[0].end_lineno + 1))
-    return len(lines)
 files = [m.__file__ for name, m in sys.modules.items() if name.partition(".")[0] == "narrowgauge"]
+from benchmarks.linear_overhead import code_lines
 print(sum(code_lines(open(file, encoding="utf-8").read()) for file in files))
 """
+# Tokens that are no code.
+QUIET = (
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)  # fmt: skip
+
+
+def code_lines(source: str) -> int:
+    """Lines of a module's source without blank lines, comments and docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in QUIET:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
 
 
 def counted(run: Callable[[], Any]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from benchmarks.linear_overhead import IMPORTED, counted, python_calls, trip
+from benchmarks.linear_overhead import IMPORTED, code_lines, counted, python_calls, trip
 from narrowgauge import recipes
 from narrowgauge.addresses import validity
 from narrowgauge.nn import linear_function
@@ -22,7 +22,8 @@ from tests.compare import assert_same
 
 
 def test_the_three_products_stand_on_one_page():
-    assert len(Path(linear_function.__file__).read_text(encoding="utf-8").splitlines()) <= 120
+    """90 lines of code; docstrings and comments may grow."""
+    assert code_lines(Path(linear_function.__file__).read_text(encoding="utf-8")) <= 90
 
 
 def test_one_linear_calls_little_and_stays_in_few_files():
