@@ -18,8 +18,6 @@ from narrowgauge.optim.moments import Encoded, Moment
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import as_tiles, shape_of
 
-NEAREST = 0x7FF0  # as noise: rounds to nearest, by its lowest five bits too
-
 
 def is_former(group: Mapping[str, Any]) -> bool:
     """Whether a group was saved in an earlier form that can be converted; the first form of 4 bits cannot."""
@@ -55,7 +53,7 @@ def _converted(codes: Tensor, scale: Tensor, format: Moment, form: int) -> tuple
     x = read(cut, scale)
     if columns % tile:
         x[:, -1, columns % tile :] = 0.0
-    noise = torch.full(x.shape, NEAREST, dtype=torch.int32, device=x.device)
+    noise = torch.full(x.shape, moments.NEAREST, dtype=torch.int32, device=x.device)
     found: Encoded = format.encode(x, noise)
     assert found.scale is not None
     return found.codes.flatten(1)[:, :columns].reshape(codes.shape).contiguous(), found.scale

@@ -15,8 +15,9 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
     linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
 
 Second moments are rounded stochastically with E[x'] = x, and E[x'^k] = x^k where an expanded E4M3 has k < 1: its gaps of 30 %
-and more would let the logarithm of a v that decays sink by half of its growing variance, and steps grow. With beta2 = 0.999 a step changes v by a tenth of a percent, far
-below half a gap of any 8-bit code, and rounding to nearest would never change v. First moments are rounded to nearest, and
+and more would let the logarithm of a v that decays sink by half of its growing variance, and steps grow.
+With beta2 = 0.999 a step changes v by a tenth of a percent, far below
+half a gap of any 8-bit code, and rounding to nearest would never change v. First moments are rounded to nearest, and
 toward zero where they only decay (see `rules.only_decays`); the step corrects the weight for the rounding error (see `rules`).
 e5m2 is always rounded stochastically: to nearest, a moment stands still beside a gradient that is too small for one code and too
 large for `only_decays`, while v decays and its weight walks on. Five random bits suffice, since the correction takes their bias back.
@@ -63,6 +64,7 @@ TAPER, TAPER_SHIFT = 5 << 23, 17
 TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 16 + 255
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
+NEAREST = 0x7FF0  # as noise: half of 16 bits, and half of the lowest five
 # Of states, kept in the groups of an optimizer. 1 had square roots in the place of dynamic4; 2 had signed squares in the place of e5m2
 # and 5-exponent 3-mantissa floats in the place of tapered8; 3 had 60 octaves of tapered8. `former` converts 2 and 3.
 FORM = 4
