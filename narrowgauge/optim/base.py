@@ -142,9 +142,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if "states" in group and former.is_former(group):  # a whole optimizer that an earlier version saved
                 for parameter in group["params"]:
                     if parameter in self.state:
-                        self.state[parameter] = former.converted(
-                            self.state[parameter], group["states"], self._rule_of(group)
-                        )
+                        self.state[parameter] = former.converted(self.state[parameter], group, self._rule_of(group))
                 group["form"] = moments.FORM
             for name, value in self.defaults.items():  # of a state that torch's own optimizer saved
                 group.setdefault(name, value)
