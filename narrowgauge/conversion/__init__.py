@@ -82,7 +82,7 @@ def convert(
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
     fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fuse); stays until None
-    save      (fuse) what fused functions keep for backward: "exact", or "fp8" or "int8" with gradients that are near (fuse/keeping.py)
+    save      (fuse) what fused functions keep for backward: "exact", or "fp8" or "int8" with gradients that are near (fuse/saving.py)
     weight_codes  what is kept of the casts of weights, the same bits either way: "recast" nothing, backward casts them again; "step" all,
             for one optimizer step: 2 bytes per weight, and each further micro-batch casts none. "auto": "recast" on a GPU, "step" on a CPU.
             Compiled: "step", and "auto", keep from forward to backward what that reads, a byte per weight; each micro-batch casts

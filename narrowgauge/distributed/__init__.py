@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from narrowgauge.distributed.agreement import Agreement
     from narrowgauge.distributed.gradient_state import Numbers, Reduce
+    from narrowgauge.distributed.state import Agreement
 
 __all__ = ["agreement_of", "distribute"]
 

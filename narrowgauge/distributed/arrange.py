@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.distributed import Activations, Model, Weights, pipeline, tensor_parallel
 from narrowgauge.distributed import gradients as gradient_messages
 from narrowgauge.distributed import weights as weight_gathers
-from narrowgauge.distributed.agreement import Agreement, Peers
-from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Numbers, Reduce
+from narrowgauge.distributed.same_settings import refuse_others
+from narrowgauge.distributed.state import Agreement, Peers
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import ddp_around
 from narrowgauge.errors import ConfigError, PeerError

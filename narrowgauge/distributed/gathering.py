@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.together import Group, rank_and_world, together
+from narrowgauge.distributed.all_ranks import Group, rank_and_world, together
 from narrowgauge.errors import CheckpointError
 from narrowgauge.structure import is_weight, plain_name
 

@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import ddp_gradients, fsdp_gradients
-from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Gradients, Numbers, Reduce
+from narrowgauge.distributed.same_settings import refuse_others
 from narrowgauge.errors import ConfigError
 
 __all__ = ["Gradients", "Numbers", "Reduce", "install"]

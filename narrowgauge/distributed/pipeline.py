@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.stage_messages import Pack, Unpack, is_packed, message_like
+from narrowgauge.distributed.state import Agreement
 from narrowgauge.distributed.torch_private import STAGES, is_rehearsal, parameter_group
 from narrowgauge.errors import ConfigError
 

@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from narrowgauge import manifest
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import state_tree
+from narrowgauge.distributed.all_ranks import Group, one_sentence, rank_and_world, together
 from narrowgauge.distributed.index import Index
 from narrowgauge.distributed.replicas import AgreedSavePlanner
 from narrowgauge.distributed.shards import ShardReader, ShardWriter
-from narrowgauge.distributed.together import Group, one_sentence, rank_and_world, together
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.manifest import NAME, STEP, Manifest
 

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.addresses import is_compiling, validity
 from narrowgauge.distributed import codes_in_graphs
-from narrowgauge.distributed.agreement import Agreement
+from narrowgauge.distributed.state import Agreement
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import in_backward, local_tensor, parameter_group
 from narrowgauge.distributed.weight_codes import coder_of

@@ -47,7 +47,7 @@ __all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     """Replace forwards by fused functions where the model's structure and recipes permit, in place.
 
-    save  form of the tensors saved for backward (keeping.py): "exact", or "fp8" or "int8" with
+    save  form of the tensors saved for backward (saving.py): "exact", or "fp8" or "int8" with
           approximate gradients; without a kernel, the plain torch definition runs. None: "exact"
           with a kernel, and the module's own code elsewhere
 

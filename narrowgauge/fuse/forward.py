@@ -53,7 +53,7 @@ class FusedForward:
     The module's own code runs under torch.compile, and if no kernel is available.
 
     module  the module whose forward is replaced
-    save    form of the tensors saved for backward (keeping.py); None: "exact" with a kernel, else
+    save    form of the tensors saved for backward (saving.py); None: "exact" with a kernel, else
             as in the module's own code
     kept    the replaced Float32Forward of a module that computes in float32; it then counts as the
             module's own code

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import OWN, FusedForward, Fusion
-from narrowgauge.fuse.keeping import Form, Keeps, Remade, narrow
+from narrowgauge.fuse.saving import Form, Keeps, Remade, narrow
 from narrowgauge.nn import transforms
 from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward

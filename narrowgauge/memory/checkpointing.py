@@ -42,7 +42,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, set_technique
 from narrowgauge.memory.cheapest import cheapest
 from narrowgauge.memory.measure import saved_bytes
-from narrowgauge.memory.repeating import checkpointed
+from narrowgauge.memory.recomputation import checkpointed
 from narrowgauge.memory.segments import SegmentMember, equal_lengths, most_inputs, sqrt_lengths
 from narrowgauge.memory.selective import selectively
 

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from narrowgauge.addresses import Key, validity
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import is_compiled
-from narrowgauge.memory.repeating import Surroundings
+from narrowgauge.memory.recomputation import Surroundings
 
 
 def sqrt_lengths(blocks: int) -> list[int]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from narrowgauge.memory.measure import note
-from narrowgauge.memory.repeating import checkpointed
+from narrowgauge.memory.recomputation import checkpointed
 from narrowgauge.nn.kept_products import KEEPER
 
 # Not every release of torch has all of them.

@@ -1,4 +1,4 @@
-"""What a Linear needs of its input in backward, made again there from what others keep anyway (`fuse.keeping`).
+"""What a Linear needs of its input in backward, made again there from what others keep anyway (`fuse.saving`).
 
 The Linear keeps the tensors that the function before it keeps, which autograd holds once; the bits are those of forward.
 """

@@ -101,7 +101,7 @@ class QLinear(nn.Linear):
         self.decision: object | None = None
         self.precast: PrecastWeight | None = None  # what the optimizer's step leaves of the weight's cast
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
-        self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
+        self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.state.Peers)
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.frozen: Any = None  # the weight as codes, if it was frozen as such (nn.frozen.FrozenWeight)
         self.warned_of_ranks = self.warned_of_eval = self.warned_of_float16 = False

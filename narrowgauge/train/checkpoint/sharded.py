@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge import manifest
 from narrowgauge.distributed import storage as ranks
-from narrowgauge.distributed.together import Group, rank_and_world, together
+from narrowgauge.distributed.all_ranks import Group, rank_and_world, together
 from narrowgauge.errors import CheckpointError, NumericsError
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.store import Checkpoint, Tensors, nonfinite

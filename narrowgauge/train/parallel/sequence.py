@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from narrowgauge.distributed.split_dropout import SplitDropout
+from narrowgauge.distributed.per_rank_dropout import SplitDropout
 from narrowgauge.distributed.tensor_parallel import GatherInput, RowwiseParallel
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.conversion import advance
 from narrowgauge.distributed import agreement_of, distribute
-from narrowgauge.distributed.agreement import Agreement
+from narrowgauge.distributed.state import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.float32_modules import kept_modules

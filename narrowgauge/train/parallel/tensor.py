@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 
 from narrowgauge.conversion import suspended
-from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.per_rank_dropout import SplitDropout
 from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputs
-from narrowgauge.distributed.split_dropout import SplitDropout
+from narrowgauge.distributed.state import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.generators import generators, seed_all, set_generators
+from narrowgauge.distributed.state import Agreement
 from narrowgauge.ops.random import hashed
 
 
