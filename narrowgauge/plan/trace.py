@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.measure import noting
+from narrowgauge.memory.measure import reporting
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
 from narrowgauge.plan.autocast import narrowed, widened
@@ -282,7 +282,9 @@ def recording(device: Device) -> Iterator[Recorder]:
     with ExitStack() as stack:
         stack.enter_context(_fake_mode())
         stack.enter_context(dry_run(device, recorder.launched))
-        stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))  # generators' states are real tensors
+        stack.enter_context(
+            reporting(lambda tensor: recorder.saw(tensor, "note"))
+        )  # generators' states are real tensors
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(_OnDevice(device))
