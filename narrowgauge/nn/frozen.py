@@ -122,7 +122,7 @@ class FrozenWeight(LayerState):
     def serves(self, recipe: Recipe | None) -> bool:
         return recipe is self.recipe
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Nothing is made of them that could be forgotten."""
 
     def hold(self, layer: QLinear) -> None:

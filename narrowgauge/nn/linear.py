@@ -198,7 +198,7 @@ class QLinear(nn.Linear):
         if not keep and self.precast is not None:
             self.precast.forget()
         if self.carried is not None:
-            self.carried.forget()
+            self.carried.invalidate()
 
     @property
     def carried(self) -> Any:
@@ -260,7 +260,7 @@ class QLinear(nn.Linear):
         if carried is not None:
             if not compiling:
                 if self.frozen is None:
-                    carried.release(self.weight)
+                    carried.free_storage(self.weight)
             elif self.is_suspended or not (carried.serves(self._recipe) and carried.joins_graphs):
                 return self._forward_eagerly(x)
         if self._recipe is None or self.is_suspended:

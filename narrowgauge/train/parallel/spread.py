@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.conversion import advance
-from narrowgauge.distributed import agreement_of, distribute
-from narrowgauge.distributed.state import Agreement
+from narrowgauge.distributed import distribute, distributed_state
+from narrowgauge.distributed.state import DistributedState
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.float32_modules import kept_modules
@@ -82,7 +82,7 @@ class Parallel:
         self.whole: nn.Module = Spread(model)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             _sum_within_blocks(model)
-        self.agreements: list[Agreement] = []
+        self.agreements: list[DistributedState] = []
         self.pipeline: Pipeline | None = None
         if mesh is not None and self.layout.pp > 1:
             turns = config.micro_batches // self.layout.data
@@ -105,13 +105,13 @@ class Parallel:
                     messages["activations"] = config.activations
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
-            self.agreements = [agreement_of(module) for module in modules]
+            self.agreements = [distributed_state(module) for module in modules]
             for each in self.agreements:
-                each.is_counted = not each.layers  # else ranks would leave out the same elements by dropout
+                each.counts_micro_batches = not each.layers  # else ranks would leave out the same elements by dropout
         if products is not None:
             parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
-            for part, agreement in zip(parts, self.agreements, strict=True):
-                tensor.split_dropout(part, products, agreement)
+            for part, state in zip(parts, self.agreements, strict=True):
+                tensor.per_rank_dropout(part, products, state)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Blocks one by one, and what is around them, of each stage, together; of each what stays in float32 beside 16 bits apart.
@@ -142,7 +142,7 @@ class Parallel:
         """After an optimizer step: `narrowgauge.advance` of the model, and the end of what is counted where no layer is converted."""
         advance(model)
         for each in self.agreements:
-            if each.is_counted:
+            if each.counts_micro_batches:
                 each.end_step(())
 
     @property

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, Se
 
 from narrowgauge.conversion import suspended
 from narrowgauge.distributed.lost import is_lost
-from narrowgauge.distributed.per_rank_dropout import SplitDropout
+from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputs
-from narrowgauge.distributed.state import Agreement
+from narrowgauge.distributed.state import DistributedState
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
@@ -81,16 +81,16 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bo
     return Shared(mesh, plan, stacks)
 
 
-def split_dropout(model: Any, shared: Shared, agreement: Agreement | None) -> None:
+def per_rank_dropout(model: Any, shared: Shared, state: DistributedState | None) -> None:
     """Gives each rank its own dropout between columns and rows, if the model has any. Of a stage, in the layers that it has."""
     if not any(
         "drop" in key and isinstance(value, float) and value > 0 for key, value in model.config.to_dict().items()
     ):
         return
     device = next(model.parameters()).device
-    dropout = SplitDropout(shared.mesh.get_local_rank(), device, agreement)
+    dropout = PerRankDropout(shared.mesh.get_local_rank(), device, state)
     for stack in shared.stacks:
-        stack.split_dropout(dropout)
+        stack.per_rank_dropout(dropout)
     if shared.stacks:
         return
     plan = shared.plan
