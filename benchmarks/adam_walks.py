@@ -224,22 +224,20 @@ def main() -> None:
     parser.add_argument("--rules", nargs="*", default=["adamw", "sgd", "lion"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = []
     for rule in options.rules:
         for number, setting in enumerate(SETTINGS):
             names = list(dict.fromkeys(n if rule == "adamw" else first_of(n) for n in options.states))
             builds = {name: builder(rule, name, setting) for name in names}
             walks = search(rule, setting, builds, options.rows, options.decades, number)
-            for name in names:
-                lines.append(
-                    {"rule": rule, "states": name, "decades": options.decades} | asdict(setting) | summary(walks, name)
-                )
-                print(
-                    " ".join(f"{each:.3g}" if isinstance(each, float) else str(each) for each in lines[-1].values()),
-                    flush=True,
-                )
-    if options.rows == parser.get_default("rows"):
-        record("adam-walks", lines, RESULTS / "adam_walks.jsonl")
+            case = {"rule": rule, "decades": options.decades} | asdict(setting)
+            lines = [{"states": name} | case | summary(walks, name) for name in names]
+            for line in lines:
+                shown = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in line.values())
+                print(" ".join(shown), flush=True)
+            if options.rows == parser.get_default(
+                "rows"
+            ):  # at once: a run that is stopped leaves the settings that it has finished
+                record("adam-walks", lines, RESULTS / "adam_walks.jsonl")
 
 
 def first_of(states: str) -> str:

@@ -3,6 +3,7 @@
     python -m benchmarks.linear_overhead                         counts and times on this CPU
     python -m benchmarks.linear_overhead --recipe int4-hq-lss
     python -m benchmarks.linear_overhead --device cuda           host time of 8,192 x 4096 x 4096, bfloat16, four FP8 recipes
+    python -m benchmarks.linear_overhead --base COMMIT           `advance` of 24 layers, here and at COMMIT
     python -m benchmarks.linear_overhead --json results.jsonl    appends the row, with versions, commit and command
 
 A call is an event "call" of `sys.setprofile` in a file of this package (a generator that resumes counts again); a move, a call in
@@ -11,16 +12,25 @@ forward and backward, after `advance`, so that its weight is cast too. Times are
 thread; torchao's emulated float8 Linear is timed beside them where it is installed.
 
 With --device cuda: processor time of a pass with the threads of autograd, the least of each round, recipes in turns, and calls of Python in
-all files, whoever's. Over an empty CUDA runtime, where a driver costs nothing, that is a lower bound of what a GPU would wait for.
+all files, whoever's. With --base: processor time and calls of Python in `advance` behind a forward and backward pass, for each layer. Five
+pairs of processes, here and at COMMIT in turns; a process gives the least time of 40 steps. ratio: here over COMMIT, the median and the
+quartiles of the pairs.
+
+Over an empty CUDA runtime, where a driver costs nothing, that is a lower bound of what a GPU would wait for.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import io
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+import tokenize
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -33,15 +43,40 @@ from torch import nn
 
 import narrowgauge as ng
 from benchmarks import harness
+from benchmarks.environment import ROOT
 
 PACKAGE = str(Path(ng.__file__).parent)
 ROWS, WIDTH, ROUNDS, GPU_ROUNDS = 32, 64, 60, 60
+LAYERS, STEPS, PAIRS = 24, 40, 5  # of --base
+ADVANCED = ("fp8-current", "fp8-delayed", "int8", "int4-hq-bs")
 
+# Prints how many lines of code `import narrowgauge.nn.linear` reads.
 IMPORTED = """
 import sys
 import narrowgauge.nn.linear
-print(sum(sum(1 for _ in open(m.__file__, encoding="utf-8")) for n, m in sys.modules.items() if n.partition(".")[0] == "narrowgauge"))
+files = [m.__file__ for name, m in sys.modules.items() if name.partition(".")[0] == "narrowgauge"]
+from benchmarks.linear_overhead import code_lines
+print(sum(code_lines(open(file, encoding="utf-8").read()) for file in files))
 """
+# Tokens that are no code.
+QUIET = (
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)  # fmt: skip
+
+
+def code_lines(source: str) -> int:
+    """Lines of a module's source without blank lines, comments and docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in QUIET:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
 
 
 def counted(run: Callable[[], Any]) -> dict[str, int]:
@@ -122,7 +157,7 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
             if recipe in advances:
                 advances[recipe]()
         with torch.autograd.set_multithreading_enabled(False):
-            calls[recipe] = _calls(step)
+            calls[recipe] = python_calls(step)
         steps[recipe] = step
     timings = harness.measure(steps, rounds=GPU_ROUNDS, warmup=8, clock=least_clock)
     rows: list[dict[str, Any]] = []
@@ -139,7 +174,8 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _calls(run: Callable[[], Any]) -> int:
+def python_calls(run: Callable[[], Any]) -> int:
+    """Calls of Python functions in all files, whoever's."""
     events: list[str] = []
     sys.setprofile(lambda frame, event, _: events.append(event))
     try:
@@ -147,6 +183,55 @@ def _calls(run: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(None)
     return events.count("call")
+
+
+def advances() -> dict[str, dict[str, float]]:
+    """Recipe -> microseconds and Python calls of `advance` for each of LAYERS layers, behind a forward and backward pass.
+
+    Run against either tree by `--base`, so it uses what both have.
+    """
+    torch.set_num_threads(1)
+    found = {}
+    for recipe in ADVANCED:
+        model = ng.convert(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), recipe)
+        x, least_s = torch.randn(ROWS, WIDTH), float("inf")
+        for _ in range(STEPS):
+            model(x).sum().backward()
+            least_s = min(least_s, process_clock(partial(ng.advance, model), 1))
+        model(x).sum().backward()
+        calls = python_calls(partial(ng.advance, model))
+        found[recipe] = {"us": least_s * 1e6 / LAYERS, "calls": calls / LAYERS}
+    return found
+
+
+def advances_at(tree: Path, folder: Path) -> dict[str, dict[str, float]]:
+    path = folder / "advances.json"
+    command = [sys.executable, str(Path(__file__).resolve()), "--advances", str(path)]
+    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(tree)}, check=True)
+    read: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
+    return read
+
+
+def beside(base: str) -> list[dict[str, Any]]:
+    """Rows of `advance` here and at the commit `base`."""
+    from benchmarks.same_loss import checked_out
+
+    pairs = []
+    with tempfile.TemporaryDirectory(prefix="linear-overhead-") as name, checked_out(base, Path(name)) as tree:
+        for number in range(PAIRS):
+            trees = (tree, ROOT) if number % 2 else (ROOT, tree)
+            both = {each: advances_at(each, Path(name)) for each in trees}
+            pairs.append((both[ROOT], both[tree]))
+    rows: list[dict[str, Any]] = []
+    for recipe in ADVANCED:
+        here, there = [here[recipe] for here, _ in pairs], [there[recipe] for _, there in pairs]
+        ratio = harness.Spread.of([a["us"] / b["us"] for a, b in zip(here, there, strict=True)])
+        row: dict[str, Any] = {"recipe": recipe, "layers": LAYERS, "base": base}
+        for which, values in (("", here), ("base_", there)):
+            row[f"{which}advance_us"] = round(min(each["us"] for each in values), 2)
+            row[f"{which}calls"] = round(values[0]["calls"], 1)
+        rows.append(row | {"ratio": [round(each, 3) for each in (ratio.median, ratio.q1, ratio.q3)]})
+    return rows
 
 
 def _torchao() -> nn.Module | None:
@@ -192,7 +277,19 @@ def main() -> None:
     parser.add_argument("--recipe", default="fp8-current")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="append the row, with versions, commit and command, to this file")
+    parser.add_argument("--base", help="commit to compare `advance` with")
+    parser.add_argument("--advances", type=Path, help="write the times of this tree's `advance` into this file")
     options = parser.parse_args()
+    if options.advances is not None:
+        options.advances.write_text(json.dumps(advances()), encoding="utf-8")
+        return
+    if options.base is not None:
+        rows = beside(options.base)
+        for row in rows:
+            print(*(f"{name} {value}" for name, value in row.items()), sep="   ")
+        if options.json is not None:
+            harness.record("linear_overhead_advance", rows, options.json)
+        return
     if options.device == "cuda":
         rows = on_gpu(["fp8-current", "fp8-delayed", "fp8-block", "fp8-row"])
         for row in rows:

@@ -1,13 +1,14 @@
-"""narrowgauge: train Transformers on narrow numbers.
+"""narrowgauge: train Transformers in low precision (FP8, INT8, 4-bit).
 
     import narrowgauge as ng
     ng.convert(model, "fp8-current")      # one line, any nn.Module
-    print(ng.describe(model))             # what each Linear became, and why
+    print(ng.describe(model))             # the recipe of each Linear, or the reason for 16 bits
     ...
     optimizer.step()
     ng.advance(model)                     # after each optimizer step
 
-Importing configures nothing, reads no environment variable, and does not import torch until a name is used.
+Importing configures nothing and reads no environment variable. torch is imported at the first use
+of a public name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ __all__ = [
     "distribute", "distributed", "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes", "suspended", "switch",
 ]  # fmt: skip
 
-# Module -> the public names that live in it; a module that is public itself is not here.
+# Module -> the public names that it defines. Public modules (formats, optim, ...) are not listed
+# here.
 _HOMES = {
     "recipe": ("Cast", "Gemm", "Recipe"),
     "qtensor": ("QTensor",),
@@ -58,6 +60,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), name)
     found = import_module(f"narrowgauge.{home}")
+    # Stored as a global, so that this function runs once for each name.
     globals()[name] = value = found if home == name else getattr(found, name)
     return value
 

@@ -1,22 +1,27 @@
-"""Where a tensor's numbers lie, for what reads memory by its address; and which tensors have no such place.
+"""Memory addresses of tensors: checks for kernels that read raw pointers, and cache keys.
 
-A tensor of a class with a `__torch_dispatch__` of its own (DTensor, FakeTensor, FunctionalTensor) computes in its own way, and its memory
-is elsewhere or nowhere: `data_ptr()` is 0 or that of something else, and a kernel that is given it ends the process. The same holds
-inside torch.func's transforms and torch.jit.trace, and while a mode makes tensors fake or traces them: then a kernel's own buffers are
-wrappers too.
+`data_ptr()` does not always point at the values of a tensor:
 
-Nor does the memory of a view that torch negates as it reads it (`z.conj().imag`) hold the view's numbers, and a gradient that autograd
-knows to be zero (that of `sgn`) has none.
+    tensor subclasses    a class with its own `__torch_dispatch__` (DTensor, FakeTensor,
+                         FunctionalTensor) stores its values elsewhere or nowhere. data_ptr() is 0
+                         or unrelated; a kernel that dereferences it crashes the process
+    transforms, tracing  inside torch.func transforms, torch.jit.trace, or a mode that makes tensors
+                         fake or traces them, the buffers that a kernel allocates are wrappers too
+    negated views        `z.conj().imag` is negated by torch on every read; memory holds the other
+                         sign
+    zero tensors         a gradient that autograd knows to be zero (from `sgn`) has no memory
 
-    wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
-    address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
-    identity    to tell tensors apart by their memory, without reading it
-    in_memory   what a gradient passes through before a kernel reads it
-    validity    to tell whether a tensor is the one of before, with the same numbers
-    holds_numbers   whether there is data to look at
-    cached      keeps constants, but never fake ones
-    own         gives a tensor a memory of its own on the CPU, to be written to a file
-    dry_run     a step of fake tensors that is only counted: kernels allocate what they return, and none runs
+    wrapper         reason why memory is hidden. `ops.registry` skips raw-pointer kernels then and
+                    falls back to torch operators
+    address         data_ptr() with a check: a kernel that was not skipped raises an error in place
+                    of a crash
+    identity        identifies a tensor by its memory without reading it
+    in_memory       materializes a gradient before a kernel reads it
+    validity        cache key: changes when the tensor is written, moved or replaced
+    holds_numbers   False for meta and fake tensors
+    cached          functools.cache for constant tensors that never caches fake ones
+    own             copies a tensor into its own CPU storage, for writing to a file
+    dry_run         traces a step on fake tensors: kernels allocate their results and run nothing
 """
 
 from __future__ import annotations
@@ -35,11 +40,12 @@ from narrowgauge.errors import BackendError
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
-is_compiling = torch.compiler.is_compiling  # names of this module: asked at every call
+is_compiling = torch.compiler.is_compiling  # bound here, because they are read at every call
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _is_traced = torch._C._is_tracing
 _PLAIN = Tensor.__torch_dispatch__
-_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: not what users define
+# Torch's own modes: fake, proxy and functional.
+_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 Launched = Callable[[str, Iterable[Tensor]], None]
@@ -49,10 +55,13 @@ _LAUNCHED: ContextVar[Launched | None] = ContextVar("narrowgauge_launched", defa
 
 @contextmanager
 def dry_run(device: Any, launched: Launched | None = None) -> Iterator[None]:
-    """For a step of fake tensors that is counted: they count as tensors on `device` (an `ops.registry.Device`), whatever they say.
+    """Trace a step on fake tensors as if they were on `device` (an `ops.registry.Device`).
 
-    Kernels are chosen as on that device, allocate what they return, and run nothing. launched: is told of each that would be, its
-    name and the tensors that it reads or writes.
+    Kernels are chosen as on that device, allocate their results, and run nothing. The planner
+    estimates memory this way.
+
+    launched   called as launched(kernel, tensors) for each kernel that would be launched, with the
+               kernel's name and the tensors that it reads or writes
     """
     tokens = _DRY_RUN.set(device), _LAUNCHED.set(launched)
     try:
@@ -63,34 +72,38 @@ def dry_run(device: Any, launched: Launched | None = None) -> Iterator[None]:
 
 
 def tell_launch(kernel: str, tensors: Iterable[Tensor]) -> None:
-    """In a dry run, in place of a launch. kernel: its module and name."""
+    """Report a skipped kernel launch to the active dry run. kernel: its module and name."""
     if (launched := _LAUNCHED.get()) is not None:
         launched(kernel, tensors)
 
 
 def dry_run_on() -> Any:
-    """The device of the dry run that is going on, or None."""
+    """The device of the active dry run, or None."""
     return _DRY_RUN.get()
 
 
-PIECE = 2**22  # numbers: definitions work on more of them piece by piece on a GPU (ops/pieces.py)
+PIECE = 2**22  # elements. On a GPU, definitions process larger tensors in pieces (ops/pieces.py)
 
 
 def type_of(device: torch.device) -> str:
-    """The type of a device, as "cuda"; in a dry run the pretended one's, wherever fake tensors say that they are."""
+    """Device type such as "cuda". In a dry run: the type of the pretended device."""
     pretended = None if is_compiling() else dry_run_on()
     return device.type if pretended is None else str(pretended.type)
 
 
 def number(x: Tensor) -> float:
-    """What x [1] holds, for a kernel that takes it by value; of a fake one, in a dry run, any."""
+    """Read x [1] as a Python float for a kernel argument.
+
+    In a dry run the value is arbitrary (1.0).
+    """
     return float(x) if dry_run_on() is None else 1.0
 
 
 def wrapper(*tensors: Tensor | None) -> str:
-    """What hides the memory of these tensors, or of those made now: a class, a mode, or "" where nothing does. 0.2 us.
+    """Name the class, mode or transform that hides the memory of these tensors; "" if nothing does.
 
-    "" under torch.compile, which sees no kernel.
+    Without arguments, checks only the modes and transforms that affect newly created tensors. Costs
+    0.2 us. Returns "" under torch.compile, which never sees a kernel.
     """
     if is_compiling():
         return ""
@@ -101,6 +114,8 @@ def wrapper(*tensors: Tensor | None) -> str:
             return "view that negates its numbers"
         if x is not None and x._is_zerotensor():
             return "tensor of zeros without memory"
+    # Only fake, proxy and functional modes matter: a user's own mode (a FLOP counter) still
+    # has real memory behind its tensors.
     if _modes():
         for key in _TRACING:
             if (mode := torch._C._get_dispatch_mode(key)) is not None:
@@ -111,7 +126,10 @@ def wrapper(*tensors: Tensor | None) -> str:
 
 
 def refuse_wrappers(*tensors: object) -> None:
-    """Raises BackendError for what `address` refuses. For a kernel whose launcher takes the addresses itself."""
+    """Raise BackendError if `address` would.
+
+    For kernels whose launcher takes the addresses itself.
+    """
     if dry_run_on() is not None:
         return
     for x in tensors:
@@ -120,7 +138,10 @@ def refuse_wrappers(*tensors: object) -> None:
 
 
 def address(x: Tensor | None) -> int:
-    """x's address for a kernel, 0 for None. Raises BackendError for a wrapper, and for a tensor with elements but no memory."""
+    """Address of x for a kernel; 0 for None.
+
+    Raises BackendError for a wrapper, and for a tensor that has elements but no memory.
+    """
     if x is None:
         return 0
     found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
@@ -128,25 +149,32 @@ def address(x: Tensor | None) -> int:
         why = "whose memory holds the negatives of its numbers" if found else "whose memory is elsewhere"
         raise BackendError(
             f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, {why}. "
-            "Pass plain tensors, or take the backend of plain torch."
+            "Pass plain tensors, or take the backend of plain torch.",
+            code="kernel.no-memory",
         )
     return found
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """x, or a copy where its memory does not hold its numbers: of a view that torch negates, and of zeros without memory."""
+    """Return x, or a copy if its memory does not hold its values.
+
+    Copies negated views, and zero tensors without memory.
+    """
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_neg() if x.is_neg() else x
 
 
 def holds_numbers(x: Tensor) -> bool:
-    """False on meta and for fake tensors, which have a shape alone: what depends on their data cannot be decided."""
+    """False for meta and fake tensors, whose values cannot be inspected."""
     return not x.is_meta and not wrapper(x).startswith("FakeTensor")
 
 
 def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
-    """functools.cache for a function that makes constant tensors. A fake one, of which later calls could not compute, is not kept."""
+    """functools.cache for a function that builds constant tensors; fake results are never cached.
+
+    A table that was cached under FakeTensorMode would stay fake and break every later real run.
+    """
     keeping = cache(build)
 
     @wraps(build)
@@ -158,9 +186,14 @@ def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def identity(x: Tensor) -> int:
-    """x's address; of a wrapper the object's own identity, in a dry run that of the memory that it stands for."""
+    """Address of x.
+
+    The id of the Python object for a wrapper; the storage's address in a dry run.
+    """
     if type(x).__torch_dispatch__ is _PLAIN:
         return x.data_ptr()
+    # In a dry run each view of a fake tensor is another Python object, so id() would not match a
+    # gradient with its cached casts: 13 GiB of casts then looked alive (docs/log.md).
     return id(x) if dry_run_on() is None else x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
 
 
@@ -168,11 +201,14 @@ Key = tuple[Any, ...]
 
 
 def validity(tensor: Tensor) -> Key | None:
-    """The one key by which casts of a tensor are kept: of weights, inputs and gradients, and those that an optimizer's step leaves.
+    """Cache key of a tensor: casts made from it are reused while the key is unchanged.
 
-    Differs from an earlier one if the tensor was written, moved or replaced since; None: it has no version to go by. What is made in
-    inference mode cannot be saved for backward, so the mode is a part of it. It does not see what is written through a raw pointer or
-    `.data`; and memory that was freed may come back, so whoever compares keys holds the tensor.
+    The key changes if the tensor is written in place, moved or replaced. None for inference
+    tensors, which have no version counter. Inference mode is part of the key, because tensors
+    created in inference mode cannot be saved for backward.
+
+    Limits: writes through a raw pointer or `.data` do not change the key. Freed memory can be
+    reused at the same address, so the holder of a key must keep the tensor alive.
     """
     if tensor.is_inference():
         return None
@@ -181,7 +217,10 @@ def validity(tensor: Tensor) -> Key | None:
 
 
 def own(tensor: Tensor, taken: set[int]) -> Tensor:
-    """Dense, on the CPU, and alone in a storage, which joins `taken`: files of tensors refuse those that share one."""
+    """Dense CPU copy of a tensor, alone in its storage; adds the storage's address to `taken`.
+
+    safetensors refuses to write tensors that share a storage.
+    """
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     place = dense.untyped_storage()
     is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken

@@ -2,20 +2,23 @@
 
     step = GraphedStep(model, optimizer, backward, clip=1.0)
     for batch in micro_batches:
-        step.accumulate(batch)              forward and backward, one graph for each shape of a micro-batch; the weights' casts, one graph
-    loss, norm = step.readings().tolist()   clipping, one graph; the step's only synchronisation
-    step.update()                           optimizer, advance, gradients to zero: one graph
+        step.accumulate(batch)              forward and backward: one graph per micro-batch shape,
+                                            and one graph for the casts of the weights
+    loss, norm = step.readings().tolist()   clipping: one graph; the step's only synchronisation
+    step.update()                           optimizer, advance, zeroed gradients: one graph
 
-Between readings and update a run can stop before a number that is not finite changes anything. All graphs share one memory pool, and
-inputs are copied into static tensors. A part first runs eagerly a few times on a side stream (these are real steps) and is then
-captured; `notes` lists what stays eager. The step of `narrowgauge.optim` reads its scalars from memory that the host fills before each
-replay (`optim.cuda_graph`).
+Three graphs instead of one let a run stop between `readings` and `update`, before a non-finite loss
+changes a weight. They also need one graph per micro-batch shape instead of one per combination of
+shapes, at the cost of two more launches. All graphs share one memory pool, and inputs are copied
+into static tensors.
 
-If a step has several micro-batches, a separate graph casts the weights before the first one, because a captured micro-batch cannot
-know whether it is the first. The casts stay in memory from step to step. Stochastic rounding and dropout draw new numbers at every
-replay, because the graph registers the device's default generator.
+A part first runs eagerly a few times on a side stream (real training steps), then it is captured.
+`notes` lists the parts that stay eager. Optimizers of `narrowgauge.optim` read their scalars from
+memory that the host fills before each replay (`optim.cuda_graph`). Stochastic rounding and dropout
+draw new numbers at every replay, because the graph registers the device's default generator.
 
-`refuse` names, before anything runs, parts of the step that synchronise or that the host decides in each step.
+`refuse` names, before anything runs, the parts of a step that synchronise or that the host decides
+in each step.
 """
 
 from __future__ import annotations
@@ -38,8 +41,10 @@ from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
 
-WARMUP = 3  # eager runs of a part before it is captured: libraries allocate and choose their kernels in the first ones
-MOST_SHAPES = 16  # captured; each keeps the activations of its micro-batch for as long as the run lasts
+# Eager runs before a capture: libraries allocate and choose their kernels in the first runs.
+WARMUP = 3
+# Shapes that are captured; each graph keeps the activations of its micro-batch until the run ends.
+MOST_SHAPES = 16
 
 Batch = Mapping[str, Tensor]
 
@@ -52,8 +57,8 @@ class Part:
     record          captured instead of `run`
     before_replay   called before each replay: fills the memory that the kernels read
     around_capture  called before and after a capture
-    ready           whether the part may be captured now
-    refuse          why the part cannot be captured, a clause, or ''; called before the capture
+    ready           True once the part may be captured
+    refuse          clause on why the part cannot be captured, or ''; called before the capture
     """
 
     run: Callable[..., None]
@@ -65,14 +70,14 @@ class Part:
 
 
 def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None) -> list[str]:
-    """Why a step of this model and optimizer cannot be CUDA graphs, a clause for each reason; [] if it can."""
+    """Reasons why a step cannot be captured, one clause each; [] if it can."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"CUDA graphs need a CUDA device, the model is on {device}")
     elif torch.version.hip is not None:
         reasons.append("written for NVIDIA GPUs")
     reasons += refuse_run(model, optimizer, scaler)
-    if device.type == "cuda":  # what `make_capturable` removes
+    if device.type == "cuda":  # reasons that `make_capturable` removes
         kind, groups = type(optimizer).__name__, [group for group in optimizer.param_groups if "capturable" in group]
         if not all(group["capturable"] for group in groups):
             reasons.append(f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable")
@@ -84,7 +89,7 @@ def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: objec
 
 
 def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[str]:
-    """The reasons that depend on recipes and optimizer, not on the device."""
+    """Reasons that depend on recipes and optimizer, independent of the device."""
     reasons = []
     seen: set[str] = set()
     for name, layer in model.named_modules():
@@ -108,9 +113,9 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
 
 
 class CudaRecorder:
-    """Turns calls into CUDA graphs in one pool of memory.
+    """Captures calls as CUDA graphs in one memory pool.
 
-    generators  of CUDA besides the device's default one, from which a part draws
+    generators  CUDA generators from which a part draws, besides the device's default generator
     """
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
@@ -119,7 +124,7 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream(device)
 
     def warm(self, call: Callable[[], None]) -> None:
-        """Runs it on the capture stream, in order with the current one, so that a capture can follow."""
+        """Run the call on the capture stream, ordered with the current stream."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -127,11 +132,16 @@ class CudaRecorder:
         here.wait_stream(self.stream)
 
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Records it without running it; the result runs what was recorded. Raises RuntimeError if it cannot be recorded."""
+        """Capture the call without running it; the returned function replays it.
+
+        Raises RuntimeError if the call cannot be captured.
+        """
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
         torch.cuda.synchronize(self.device)
+        # thread_local: CUDA calls of other threads, such as pinning a batch, do not break the
+        # capture.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             call()
         return graph.replay
@@ -139,7 +149,7 @@ class CudaRecorder:
 
 @dataclass
 class _PartState:
-    """One part for inputs of one shape: `runs` eager runs so far, then a graph that reads its inputs from `static`."""
+    """Progress of one part for one input shape: eager `runs`, then a graph that reads `static`."""
 
     runs: int = 0
     static: dict[str, Tensor] = field(default_factory=dict)
@@ -147,23 +157,27 @@ class _PartState:
 
 
 class Graphs:
-    """The parts of a step, by name and shape of their inputs; each becomes a graph when it has run `warmup` times.
+    """Parts of a step, by name and input shape; each part is captured after `warmup` eager runs.
 
-    notes  sentences on what stays eager and why
+    notes  sentences that name the parts that stay eager, with the reason
     """
 
     def __init__(
         self, recorder: CudaRecorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
     ) -> None:
         if warmup < 1 or most_shapes < 1:
-            raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
+            raise ConfigError(
+                f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.",
+                code="cuda-graphs.counts",
+            )
         self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
         self.notes: list[str] = []
-        self._noted: set[tuple[str, str]] = set()  # (part, why it stays eager) that `notes` has a sentence of
+        # (part, reason) pairs that `notes` already contains
+        self._noted: set[tuple[str, str]] = set()
         self._parts: dict[Any, _PartState] = {}
 
     def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
-        """Runs the part with these inputs, eagerly or as its graph."""
+        """Run the part on these inputs, eagerly or by replaying its graph."""
         inputs = inputs or {}
         key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
         state = self._parts.setdefault(key, _PartState())
@@ -176,6 +190,8 @@ class Graphs:
                 state.runs += 1
                 self.recorder.warm(lambda: part.run(**static))
                 return
+            # Capture records the kernels without running them, so the part runs by the replay
+            # below.
             state.static, state.replay = static, self._captured(name, part, static)
         part.before_replay()
         state.replay()
@@ -188,13 +204,17 @@ class Graphs:
         except RuntimeError as error:
             raise BackendError(
                 f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
-                "device, or allocates where a graph may not. Train without --cuda-graph."
+                "device, or allocates where a graph may not. Train without --cuda-graph.",
+                code="cuda-graphs.capture",
             ) from error
         finally:
             part.around_capture()
 
     def _stays_eager(self, name: str, part: Part, key: Any) -> bool:
-        """Whether this part or this shape is not captured; the first time, `notes` says why."""
+        """True if this part or this shape is not captured.
+
+        The first time, adds the reason to `notes`.
+        """
         if reason := part.refuse():
             why, note = "refused", f"{name} stays eager: {reason}."
         elif self.captured.get(name, 0) >= self.most_shapes:
@@ -209,7 +229,7 @@ class Graphs:
         return True
 
     def clear(self) -> None:
-        """Drops all graphs."""
+        """Drop all graphs."""
         self._parts.clear()
 
     @property
@@ -219,17 +239,19 @@ class Graphs:
 
 
 def _copy(inputs: Batch, targets: Mapping[str, Tensor]) -> None:
-    """Copies into tensors of the same names through pinned memory, so the host does not wait for the device."""
+    """Copy inputs into the static tensors through pinned memory, so that the host does not wait."""
     for name, target in targets.items():
         value = inputs[name]
+        # A copy from pageable host memory synchronises with the device even with non_blocking=True.
         pinned = value.pin_memory() if target.is_cuda and not value.is_cuda else value
         target.copy_(pinned, non_blocking=True)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves learning rate and step counters of a torch optimizer to its device. Call it again after load_state_dict.
+    """Move the learning rate and the step counters of a torch optimizer to the device.
 
-    Change the learning rate with `group["lr"].fill_(value)` from then on.
+    Call it again after load_state_dict. From then on change the learning rate with
+    `group["lr"].fill_(value)`.
     """
     for group in optimizer.param_groups:
         if "capturable" in group:
@@ -241,15 +263,18 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
 
 
 class GraphedStep:
-    """See the module.
+    """A training step of CUDA graphs; the module docstring shows a loop.
 
-    backward  backward(**batch) -> the loss of a micro-batch, a scalar; it has called .backward() on it
-    clip      largest norm of the gradient; None: not clipped
-    optimizer of narrowgauge.optim, or one of torch's own after `make_capturable`. After its load_state_dict call `renew`
-    warmup    eager runs of each part before it is captured
+    optimizer  an optimizer of narrowgauge.optim, or a torch optimizer after `make_capturable`.
+               Call `renew` after its load_state_dict
+    backward   backward(**batch) -> the scalar loss of a micro-batch, on which it has called
+               .backward()
+    clip       largest norm of the gradient; None: no clipping
+    warmup     eager runs of each part before it is captured
 
-    Raises ConfigError, with every reason, for what `refuse` names. Gradients become tensors that stay; other code must not set
-    them to None. Calls with tensors on another device copy them; `accumulate` neither waits nor reads.
+    Raises ConfigError with every reason that `refuse` returns. Gradient tensors are allocated once:
+    other code must not set them to None. `accumulate` copies inputs from another device, and
+    neither waits for the device nor reads from it.
     """
 
     def __init__(
@@ -267,11 +292,16 @@ class GraphedStep:
         device = next(model.parameters()).device
         reasons = refuse(model, optimizer, device) if recorder is None else []
         if reasons:
-            raise ConfigError(f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.")
+            raise ConfigError(
+                f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.",
+                code="cuda-graphs.unsupported",
+            )
         self.model, self.optimizer, self.clip = model, optimizer, float("inf") if clip is None else clip
         self.device = device
         self.graphs = Graphs(recorder or CudaRecorder(device, generators), device, warmup, most_shapes)
         if isinstance(optimizer, NarrowOptimizer) and optimizer.casting is not None:
+            # The optimizer would cast the weights in its own step as well; the graph below casts
+            # them once.
             optimizer.cast_weights(None)
             self.graphs.notes.append("update: the optimizer's step casts no weights any more; graphs cast them.")
         self._backward = backward
@@ -279,27 +309,39 @@ class GraphedStep:
         self._readings = torch.zeros(2, device=device)
         self._replayed = self._replayable()
         self._casts: dict[QLinear, Casts] = {}
-        self._taken, self._usual = 0, 0  # micro-batches of this step, and of the one before
+        self._taken, self._usual = 0, 0  # micro-batches in this step and in the previous step
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         for parameter in self._parameters:
             if parameter.grad is None:
+                # Captured kernels write gradients at fixed addresses, so the tensors must exist
+                # before the capture.
                 parameter.grad = torch.zeros_like(parameter)
 
     def accumulate(self, batch: Batch) -> None:
-        """Forward and backward of a micro-batch; its gradients and loss are added to those of the step."""
-        if self._taken == 0 and (self._casts or self._shares_casts()):  # once recorded, graphs read them in every step
+        """Run forward and backward of a micro-batch.
+
+        Its gradients and loss are added to the step's totals.
+        """
+        # A captured micro-batch cannot know that it is the first of its step, so a separate graph
+        # casts the weights once per step. Once captured, this graph must run in every step, also in
+        # a step with one micro-batch: the other graphs read its memory and would see casts of older
+        # weights.
+        if self._taken == 0 and (self._casts or self._shares_casts()):
             self.graphs.run("casts of the weights", Part(lambda: None, self._cast_weights))
         self._taken += 1
         part = Part(self._forward_and_backward, around_capture=self._forget, ready=self._may_record)
         self.graphs.run("forward and backward", part, batch)
 
     def readings(self) -> Tensor:
-        """Clips; [2] on the device: the loss and the norm that the gradient had. The tensor is that of every step."""
+        """Clip the gradient; returns [2] on the device: loss and gradient norm before clipping.
+
+        Every step returns the same tensor: read it before the next step.
+        """
         self.graphs.run("clipping", Part(self._clip))
         return self._readings
 
     def update(self) -> None:
-        """Optimizer, `advance`, gradients and loss to zero."""
+        """Run the optimizer and `advance`, then zero the gradients and the loss."""
         eager, replayed = partial(self._update, self.optimizer.step), self._replayed
         part = Part(eager)
         if replayed is not None:
@@ -308,34 +350,42 @@ class GraphedStep:
         self._end()
 
     def discard(self) -> None:
-        """Gradients and loss to zero without a step."""
+        """Zero the gradients and the loss without an optimizer step."""
         self._clear()
         self._end()
 
     def renew(self) -> None:
-        """Warms up and captures everything again. Call it after a change of the model, such as another recipe of a layer."""
+        """Warm up and capture all parts again.
+
+        Call it after a change of the model, such as a layer's recipe.
+        """
         self.graphs.clear()
         self._casts = {}
         self._replayed = self._replayable()
         self._forget()
 
     def _replayable(self) -> ReplayedStep | None:
-        """Called outside a capture: its memory must not come from the graphs' pool."""
+        """The optimizer's step in a form that a graph can replay, or None for a torch optimizer."""
+        # Called outside a capture: this memory must not come from the graphs' pool, which a later
+        # graph may reuse.
         return self.optimizer.replayable() if isinstance(self.optimizer, NarrowOptimizer) else None
 
     def _shares_casts(self) -> bool:
-        """Whether a step has several micro-batches and layers that keep casts for all of them."""
+        """True if several micro-batches of a step share the weight casts of some layer."""
         return self._usual > 1 and any(keeps_casts(layer) for layer in self._layers())
 
     def _layers(self) -> list[QLinear]:
         return [layer for layer in self.model.modules() if isinstance(layer, QLinear)]
 
     def _may_record(self) -> bool:
-        """Whether the micro-batches per step and the addresses of the shared casts are known."""
+        """True once micro-batches per step and addresses of the shared casts are known."""
         return self._usual > 0 and (bool(self._casts) or not self._shares_casts())
 
     def _cast_weights(self) -> None:
-        """Captured, never run eagerly: in eager mode the first micro-batch casts and the others reuse its casts."""
+        """Cast the weights for all micro-batches of a step. Captured, never run eagerly.
+
+        In eager mode the first micro-batch casts the weights and the others reuse its casts.
+        """
         self._casts = {layer: cast_weight(layer) for layer in self._layers()}
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
@@ -362,11 +412,13 @@ class GraphedStep:
         self._loss.zero_()
 
     def _end(self) -> None:
-        """Ends a step: resets the count of micro-batches and drops cached casts."""
+        """Reset the micro-batch count and drop cached casts."""
         self._taken, self._usual = 0, self._taken
         self._forget()
 
     def _forget(self) -> None:
-        """Drops casts that layers cache: a replay changes weights and inputs without their knowledge."""
+        """Drop the casts that layers cache."""
         for layer in self._layers():
+            # A replay writes weights and inputs without changing torch's version counters, so
+            # `validity` keys would match stale casts.
             layer.end_step()

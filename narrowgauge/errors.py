@@ -1,12 +1,22 @@
-"""The errors that users meet, and the exit code that each one gives the command line.
+"""Exceptions that users meet, and the exit code of the command line for each.
 
-An error is a complete sentence with the values in it, and ends in the next step:
+A message is a complete sentence with the values in it, and ends in the next step:
 
     ConfigError: convert: pattern 'layers.*.up' matched no Linear. Closest: 'layers.0.mlp.up_proj'.
 
-Exit codes (also 130 for Ctrl-C and 75 for SIGTERM, both after a checkpoint was saved): 0 ok, 2 configuration,
-3 data or tokenizer, 4 checkpoint, 5 numerics, 6 another rank lost, 7 output folder busy, 8 storage, 9 memory, 10 ranks drifted
-apart.
+Each error has a `code` for programs and tests: a subject and a cause, such as "cast.tile" or
+"formats.unknown". Codes stay when sentences are reworded. One code stands for one cause, and places
+that refuse the same thing share it.
+
+Exit codes:
+
+    0   ok                      7    output folder busy
+    2   configuration           8    storage
+    3   data or tokenizer       9    memory
+    4   checkpoint              10   ranks hold different numbers
+    5   numerics                11   study, compare: runs have learnt too little to judge recipes
+    6   another rank lost       75   SIGTERM, after a checkpoint was saved
+                                130  Ctrl-C, after a checkpoint was saved
 """
 
 from __future__ import annotations
@@ -16,15 +26,19 @@ import re
 from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130  # Ctrl-C: the step was finished and a checkpoint saved
-EXIT_CANNOT_TELL = 11  # study, compare: the runs have not learnt enough to tell recipes apart
-EXIT_PREEMPTED = 75  # SIGTERM: likewise; EX_TEMPFAIL, "try again later"
+EXIT_CANNOT_TELL = 11  # study, compare: the runs have learnt too little to compare recipes
+EXIT_PREEMPTED = 75  # SIGTERM, after the same; EX_TEMPFAIL of sysexits.h, "try again later"
 
 
 class NarrowgaugeError(Exception):
     """Base of every error that narrowgauge raises on purpose."""
 
     exit_code = 1
-    told = False  # whether the other ranks of a run know of it
+    told = False  # True once the other ranks of the run have been notified
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
 
 class ConfigError(NarrowgaugeError):
@@ -34,7 +48,10 @@ class ConfigError(NarrowgaugeError):
 
 
 class OptionError(ConfigError, ValueError):
-    """A value of an option that is out of range or unknown; a ValueError too, as torch.optim raises it."""
+    """An option whose value is out of range or unknown.
+
+    Also a ValueError, which torch.optim raises.
+    """
 
 
 class ShapeError(ConfigError):
@@ -46,7 +63,10 @@ class BackendError(ConfigError):
 
 
 class TransformError(ConfigError, NotImplementedError):
-    """A transform of PyTorch for which a layer has no rule; torch raises NotImplementedError there."""
+    """A PyTorch transform for which a layer has no rule.
+
+    PyTorch raises NotImplementedError for these.
+    """
 
 
 class DataError(NarrowgaugeError):
@@ -68,51 +88,52 @@ class NumericsError(NarrowgaugeError):
 
 
 class PeerError(NarrowgaugeError):
-    """Another rank of the run died, or does not answer."""
+    """Another rank of the run died or does not answer."""
 
     exit_code = 6
 
 
 class BusyError(NarrowgaugeError):
-    """Another run holds the output folder."""
+    """Another run uses the output folder."""
 
     exit_code = 7
 
 
 class StorageError(NarrowgaugeError):
-    """The file system refused: full, read-only, not permitted."""
+    """The file system refused a write: full, read-only, or not permitted."""
 
     exit_code = 8
 
 
 class OutOfMemoryError(NarrowgaugeError):
-    """Host or device memory does not suffice."""
+    """Host or device memory is too small."""
 
     exit_code = 9
 
 
 class DriftError(NarrowgaugeError):
-    """Ranks hold different numbers where they must hold the same."""
+    """Ranks hold different numbers although they must be identical."""
 
     exit_code = 10
 
 
-MODULES = {"PIL": "pillow", "yaml": "pyyaml"}  # whose package has another name
+MODULES = {"PIL": "pillow", "yaml": "pyyaml"}  # modules whose package has another name
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """Which package to install: the extra of narrowgauge that asks for it, else the package itself."""
+    """Sentence that names the package to install, or narrowgauge's extra that requires it."""
     from importlib import metadata
 
     module = (error.name or "").partition(".")[0]
     package = MODULES.get(module, module.replace("_", "-"))
     try:
         asked = metadata.requires("narrowgauge") or []
-    except metadata.PackageNotFoundError:  # a checkout on the path
+    except metadata.PackageNotFoundError:  # imported from a source checkout that is not installed
         asked = []
     extras = [
         extra[1]
         for line in asked
+        # The lookahead keeps "torch" from matching "torchao".
         if re.match(rf"{re.escape(package)}(?![A-Za-z0-9._-])", line, re.IGNORECASE)
         and (extra := re.search(r"extra == ['\"]([a-z]+)['\"]", line))
     ]
@@ -122,11 +143,11 @@ def missing_package(error: ModuleNotFoundError) -> str:
 
 
 def no_memory(error: MemoryError) -> str:
-    """The words on an allocation that failed; Python's own MemoryError has none."""
+    """Message for a failed allocation; Python's own MemoryError has no text."""
     return f"out of memory: {str(error) or 'no details'}. Lower batch_size."
 
 
 def closest(name: str, candidates: Iterable[str], limit: int = 3) -> str:
-    """The candidates most like `name`, quoted and comma-separated, ready for an error message; '' if none is near."""
+    """Candidates most similar to `name`, quoted, for an error message; '' if none is near."""
     near = difflib.get_close_matches(name, list(dict.fromkeys(candidates)), n=limit, cutoff=0.5)
     return ", ".join(repr(candidate) for candidate in near)

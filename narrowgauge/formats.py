@@ -1,22 +1,26 @@
-"""Number formats: what one element of a narrow tensor can be.
+"""Number formats: the values that one element of a quantized tensor can take.
 
-A format knows its finite set of values and three maps:
+A format is a finite set of values and three maps:
 
     round   float32 -> float32   the nearest representable value, ties to even, saturating at +-max
     encode  float32 -> codes     the same choice, as stored bits
     decode  codes   -> float32   exact
 
-`encode(x) == encode(round(x))` always, and `decode(encode(x)) == round(x)`. NaN stays NaN where the format has one and becomes
-zero where it has none (the scale of its tile carries the NaN, see `scaling`). Infinity saturates like any other large number.
+`encode(x) == encode(round(x))` always, and `decode(encode(x)) == round(x)`. NaN stays NaN where the
+format has one and becomes zero where it has none (the scale of its tile carries the NaN, see
+`scaling`). Infinity saturates like any other large number.
 
-With `noise`, a tensor of numbers in [0, 1) of x's shape, rounding is stochastic: the neighbour above is taken with probability
-equal to the distance from the neighbour below, in units of their gap, so that the mean is x itself. Representable x never move.
+With `noise`, a tensor of numbers in [0, 1) of x's shape, rounding is stochastic. The upper
+neighbour is taken with probability equal to x's distance from the lower neighbour, in units of
+their gap, so the mean of the result is x. Representable x never move.
 
-The rounding is our own, in float32 arithmetic that every PyTorch release and device computes alike. PyTorch's cast to
-float8_e4m3fn is not: up to 2.11 it gave NaN above the maximum, 2.13 saturates and turns infinity into 448. Our values are
-representable when they reach that cast, and there all releases agree.
+The rounding uses float32 arithmetic that every PyTorch release and device computes identically.
+PyTorch's own cast to float8_e4m3fn differs between releases: up to 2.11 it gave NaN above the
+maximum, 2.13 saturates and turns infinity into 448. Values passed to that cast here are already
+representable, and for these all releases agree.
 
-float64 input goes through float32 first (two roundings). Formats are data: a new one is a constant at the end of this file.
+float64 input is converted to float32 first (two roundings). Formats are data: a new format is a
+constant at the end of this file.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ FLOAT32_EXPONENT_BITS = 0x7F800000
 class Format:
     """A set of representable numbers.
 
-    name     how recipes and reports call it
+    name     name in recipes and reports
     bits     bits of one code
     max      the largest finite magnitude
     storage  dtype of codes as `encode` returns them, one code per element
@@ -52,19 +56,19 @@ class Format:
         return self.name
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """x, any float dtype -> float32 of the same shape: the representable value chosen for each element."""
+        """Round x (any float dtype) to representable values; returns float32 of the same shape."""
         return self.decode(self.encode(x, noise))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """x, any float dtype -> codes of dtype `storage` and the same shape."""
+        """Encode x (any float dtype) as codes of dtype `storage` and the same shape."""
         raise TypeError(f"{type(self).__name__} does not define encode; use one of {', '.join(NAMES)}.")
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes -> float32 of the same shape, exact."""
+        """Decode codes to float32 of the same shape, exactly."""
         return _table(self, codes.device)[codes.to(torch.int64)]
 
     def values(self) -> Tensor:
-        """The value of each code 0 ... 2**bits - 1, float32 on the CPU; NaN for codes that mean NaN."""
+        """Value of each code 0 ... 2**bits - 1, float32 on the CPU; NaN for codes that mean NaN."""
         codes = torch.arange(2**self.bits, dtype=torch.int32, device="cpu")
         return self._decode_bits(codes)
 
@@ -78,13 +82,14 @@ class Format:
 
     @property
     def codes_per_byte(self) -> int:
-        """2 for 4-bit formats, 1 for all others: 6-bit codes are kept one per byte."""
+        """2 for 4-bit formats, 1 for all others: 6-bit codes are stored one per byte."""
         return 2 if self.bits == 4 else 1
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes [..., n] -> uint8 [..., ceil(n / codes_per_byte)]; of two 4-bit codes the first is the low nibble.
+        """Pack codes [..., n] -> uint8 [..., ceil(n / codes_per_byte)].
 
-        An odd last axis is filled with a zero nibble. Formats of more than 4 bits are only viewed as bytes.
+        The first of two 4-bit codes is the low nibble. An odd last axis is padded with a zero
+        nibble. Codes of formats wider than 4 bits are only viewed as bytes.
         """
         if self.codes_per_byte == 1:
             return codes.view(torch.uint8)
@@ -94,7 +99,10 @@ class Format:
         return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
     def unpack(self, packed: Tensor, length: int) -> Tensor:
-        """The inverse of `pack`: bytes [..., m] -> codes [..., length] of dtype `storage`."""
+        """Unpack bytes [..., m] -> codes [..., length] of dtype `storage`.
+
+        The inverse of `pack`.
+        """
         if self.codes_per_byte == 1:
             return packed.view(self.storage)
         nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :length]
@@ -106,11 +114,15 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class FloatFormat(Format):
-    """Sign, exponent and mantissa bits, with subnormals: value = (-1)**s * 2**(e - bias) * (1 + m / 2**mantissa).
+    """Sign, exponent and mantissa bits, with subnormals.
+
+    value = (-1)**s * 2**(e - bias) * (1 + m / 2**mantissa)
 
     exponent, mantissa  bits of each field; bias is 2**(exponent - 1) - 1
-    has_nan             whether the format has a NaN (e4m3 has one per sign and no infinity; e2m1 has neither)
-    reserved            how many codes at the top of each sign stand for no number (NaN, infinity): the largest number is below them
+    has_nan             True if the format has a NaN (e4m3 has one per sign and no infinity; e2m1
+                        has neither)
+    reserved            codes at the top of each sign that are not numbers (NaN, infinity); `max` is
+                        the code below them
     """
 
     exponent: int
@@ -122,11 +134,13 @@ class FloatFormat(Format):
         if self.bits != 1 + self.exponent + self.mantissa or not 0 <= self.reserved < 2 ** (self.bits - 1) - 1:
             raise ConfigError(
                 f"{self.name}: {self.bits} bits with exponent = {self.exponent}, mantissa = {self.mantissa}, reserved = {self.reserved}; "
-                "bits is one for the sign and those of both fields, and codes other than zero must be left."
+                "bits is one for the sign and those of both fields, and codes other than zero must be left.",
+                code="format.bits",
             )
         if self.has_nan and not self.reserved:
             raise ConfigError(
-                f"{self.name}: has_nan without a code for it. Say with reserved how many codes are no number."
+                f"{self.name}: has_nan without a code for it. Say with reserved how many codes are no number.",
+                code="format.nan",
             )
         exponent, fraction = divmod(2 ** (self.bits - 1) - 1 - self.reserved, 2**self.mantissa)
         significand = fraction * 2.0**-self.mantissa + (exponent > 0)
@@ -134,7 +148,8 @@ class FloatFormat(Format):
         if self.max != largest:
             raise ConfigError(
                 f"{self.name}: max is {self.max:g}, but its largest code, with {self.reserved} reserved above it, means {largest:g}. "
-                "Set max to that, or reserved to the codes that are no number."
+                "Set max to that, or reserved to the codes that are no number.",
+                code="format.max",
             )
 
     @property
@@ -154,6 +169,7 @@ class FloatFormat(Format):
         y = x.clamp(-self.max, self.max)
         # 2 ** floor(log2 |y|), no smaller than the smallest normal; infinity where y is NaN.
         power = (y.view(torch.int32) & FLOAT32_EXPONENT_BITS).view(torch.float32).clamp_(min=self.smallest_normal)
+        # A float format is a float32 with fewer mantissa bits: round at the gap of x's binade.
         if noise is None and self.mantissa == 0:
             y = self._nearest_power(y.abs(), power)
         elif noise is None:
@@ -164,10 +180,14 @@ class FloatFormat(Format):
             gap = power.mul_(2.0**-self.mantissa)
             y = _round_stochastically(y / gap, noise) * gap
         y = y.copysign_(x)  # the addition above turns -0 into +0
-        return y if self.has_nan else torch.where(x.isnan(), 0.0, y)  # whose sign would be the device's
+        # The sign of a NaN differs between devices.
+        return y if self.has_nan else torch.where(x.isnan(), 0.0, y)
 
     def _nearest_power(self, magnitude: Tensor, power: Tensor) -> Tensor:
-        """Without mantissa the gap above a power is the power itself, and a tie goes to the even exponent field."""
+        """Round to a power of two, for formats without mantissa bits.
+
+        The gap above a power is the power itself, and a tie goes to the even exponent field.
+        """
         code = (power.view(torch.int32) >> FLOAT32_MANTISSA) - 127 + self.bias
         above = (magnitude > 1.5 * power) | ((magnitude == 1.5 * power) & (code % 2 == 1))
         normal = torch.where(above, 2 * power, power)
@@ -179,6 +199,7 @@ class FloatFormat(Format):
             return y.to(self.storage)
         bits = y.abs().view(torch.int32)
         normal = (bits >> (FLOAT32_MANTISSA - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+        # y is representable here, so both branches are exact: no rounding happens below.
         subnormal = (y.abs() * (1 / self.smallest)).to(torch.int32)
         magnitude = torch.where(y.abs() < self.smallest_normal, subnormal, normal)
         if self.has_nan:
@@ -206,7 +227,10 @@ class FloatFormat(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class IntFormat(Format):
-    """Symmetric integers -max ... max; codes beyond, the most negative of two's complement at least, are never produced."""
+    """Symmetric integers -max ... max.
+
+    Codes beyond that range are never produced, in particular two's complement's most negative one.
+    """
 
     @property
     def smallest(self) -> float:
@@ -215,7 +239,7 @@ class IntFormat(Format):
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         y = x.to(torch.float32).clamp(-self.max, self.max)
         y = y.round_() if noise is None else _round_stochastically(y, noise)
-        return torch.where(y.abs() > 0, y, 0.0)  # NaN and -0 have no code
+        return torch.where(y.abs() > 0, y, 0.0)  # integers have no code for NaN and -0
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.round(x, noise).to(self.storage)
@@ -227,14 +251,16 @@ class IntFormat(Format):
         return self._from_nibble(codes).float() if self.bits == 4 else codes.to(torch.int8).float()
 
     def _from_nibble(self, nibbles: Tensor) -> Tensor:
+        # Sign-extends a 4-bit two's complement number without a branch.
         return (((nibbles & 0xF) ^ 8).to(torch.int8) - 8).to(self.storage)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentFormat(Format):
-    """E8M0: powers of two 2**(code - 127), code 255 is NaN. A format of scales: no sign and no zero.
+    """E8M0, a format of scales: 2**(code - 127) without sign and zero; code 255 is NaN.
 
-    encode takes the nearest power of two, ties to the even code; zero becomes the smallest one, a negative number NaN.
+    `encode` takes the nearest power of two, ties to the even code. Zero becomes the smallest power,
+    a negative number becomes NaN.
     """
 
     @property
@@ -243,13 +269,17 @@ class ExponentFormat(Format):
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is not None:
-            raise ConfigError(f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.")
+            raise ConfigError(
+                f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.",
+                code="format.noise",
+            )
         x = x.to(torch.float32)
         bits = x.abs().view(torch.int32)
         normal = (bits + 0x3FFFFF + ((bits >> FLOAT32_MANTISSA) & 1)) >> FLOAT32_MANTISSA
         # Below 2**-126 float32 is subnormal: codes 0 and 1 meet at 1.5 * 2**-127.
         code = torch.where(bits < 0x00800000, (bits > 0x00600000).to(torch.int32), normal).clamp_(max=254)
-        negative = x.signbit() & (bits > 0)  # on the bits: under flush-to-zero a subnormal is not below zero
+        # Tested on the bits: under flush-to-zero a subnormal compares equal to zero.
+        negative = x.signbit() & (bits > 0)
         return torch.where(x.isnan() | negative, 255, code).to(torch.uint8)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
@@ -259,7 +289,10 @@ class ExponentFormat(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class TableFormat(Format):
-    """Any sorted list of levels; code i means levels[i]. The nearest level is taken, the lower one at a tie."""
+    """Any sorted list of levels; code i means levels[i].
+
+    Rounds to the nearest level, and to the lower one at a tie.
+    """
 
     levels: tuple[float, ...] = field(repr=False)
 
@@ -267,7 +300,8 @@ class TableFormat(Format):
         if len(self.levels) != 2**self.bits or list(self.levels) != sorted(set(self.levels)):
             raise ConfigError(
                 f"{self.name}: {len(self.levels)} levels given; a {self.bits}-bit table needs {2**self.bits} "
-                "distinct levels in ascending order."
+                "distinct levels in ascending order.",
+                code="format.levels",
             )
 
     @property
@@ -276,6 +310,7 @@ class TableFormat(Format):
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
+        # contiguous(): bucketize copies a strided input and warns.
         y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1]).contiguous()
         if noise is None:
             return torch.bucketize(y, boundaries).to(torch.uint8)
@@ -289,9 +324,10 @@ class TableFormat(Format):
 
 
 def _round_stochastically(y: Tensor, noise: Tensor) -> Tensor:
-    """floor(y) or floor(y) + 1, the latter where noise is below y's fraction; whole numbers stay."""
+    """floor(y), or floor(y) + 1 if noise is below the fraction of y; whole numbers stay."""
     floor = y.floor()
-    return (noise < y - floor).to(y.dtype).add_(floor)  # a sum of both types would make a third copy on a CPU
+    # Adding the bool mask directly would allocate a third tensor on a CPU.
+    return (noise < y - floor).to(y.dtype).add_(floor)
 
 
 @cached
@@ -301,7 +337,10 @@ def _table(format: Format, device: torch.device) -> Tensor:
 
 @cached
 def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
-    """Midpoints between levels, rounded down to float32: x <= boundary says exactly that x is not nearer to the upper."""
+    """Midpoints between levels, rounded down to float32.
+
+    x <= boundary is then exactly the test that x is not nearer to the upper level.
+    """
     levels = format.values().double()
     exact = (levels[:-1] + levels[1:]) / 2
     nearest = exact.float()
@@ -310,10 +349,11 @@ def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
 
 
 def _dynamic_levels(signed: bool) -> tuple[float, ...]:
-    """The 8-bit dynamic exponent map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.2.
+    """The 8-bit dynamic exponent map of Dettmers et al. (arXiv 2110.02861), section 2.2.
 
-    Seven decades from 1 down to 1e-6; decade i holds 2**i (signed) or 2**(i + 1) levels, the centres of equal steps of
-    [0.1, 1], on each side of zero if signed; with 0 and 1 that makes 256.
+    "8-bit Optimizers via Block-wise Quantization". Seven decades from 1 down to 1e-6; decade i has
+    2**i (signed) or 2**(i + 1) (unsigned) levels, the centres of equal steps of [0.1, 1], on each
+    side of zero if signed. With 0 and 1 that makes 256 levels.
     """
     levels = [0.0, 1.0]
     for i in range(7):
@@ -331,6 +371,7 @@ _NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
+# e4m3 reserves only NaN; e5m2 reserves infinity and three NaNs (OCP FP8, as torch's dtypes).
 E4M3 = FloatFormat(
     name="e4m3", bits=8, exponent=4, mantissa=3, max=448, storage=torch.float8_e4m3fn, has_nan=True, reserved=1
 )
@@ -343,10 +384,12 @@ E3M0 = FloatFormat(name="e3m0", bits=4, exponent=3, mantissa=0, max=16, storage=
 E2M1 = FloatFormat(name="e2m1", bits=4, exponent=2, mantissa=1, max=6, storage=torch.uint8)
 E8M0 = ExponentFormat(name="e8m0", bits=8, max=2.0**127, storage=torch.uint8)
 INT8 = IntFormat(name="int8", bits=8, max=127, storage=torch.int8)
-# Bit splitting (arXiv 2306.11987, 4.1) writes a gradient as two INT4 numbers, 14 * high + low: t = x / scale, high = round(t / 14)
-# and low = the rest, rounded stochastically. High being whole, the sum is nothing but t rounded stochastically to whole numbers,
-# whatever high is. So it is encoded as one number, which INT8 units multiply in one product instead of two. The base is 14: the
-# rest lies in -7 ... 7 with both ends, so with 15 it would need +-8; and nothing clips, since amax / scale = 98 = 7 * 14.
+# Bit splitting (arXiv 2306.11987, 4.1) writes a gradient as two INT4 numbers, 14 * high + low: t =
+# x / scale, high = round(t / 14), low = the remainder, rounded stochastically. high is whole, so
+# the sum equals t rounded stochastically to whole numbers, for any high. The gradient is therefore
+# encoded as one number, which INT8 units multiply in one GEMM instead of two. The base is 14: the
+# remainder spans -7 ... 7 including both ends, so base 15 would need +-8. Nothing clips, since amax
+# / scale = 98 = 7 * 14.
 INT4X2 = IntFormat(name="int4x2", bits=8, max=98, storage=torch.int8)
 INT4 = IntFormat(name="int4", bits=4, max=7, storage=torch.int8)
 NF4 = TableFormat(name="nf4", bits=4, max=1, storage=torch.uint8, levels=_NF4_LEVELS)
@@ -357,7 +400,7 @@ DYNAMIC_UNSIGNED = TableFormat(
     name="dynamic-unsigned", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=False)
 )
 
-# Every format above, in its order: the registry of docs, reports and tests.
+# All formats above in definition order: the registry that docs, reports and tests use.
 ALL: tuple[Format, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Format))
 NAMES: tuple[str, ...] = tuple(format.name for format in ALL)
 
@@ -367,4 +410,7 @@ def get(name: str) -> Format:
     for format in ALL:
         if format.name == name:
             return format
-    raise ConfigError(f"formats.get: no format {name!r}. Closest: {closest(name, NAMES) or ', '.join(NAMES)}.")
+    raise ConfigError(
+        f"formats.get: no format {name!r}. Closest: {closest(name, NAMES) or ', '.join(NAMES)}.",
+        code="formats.unknown",
+    )

@@ -1,13 +1,16 @@
-"""The list of a checkpoint's files, with size and SHA-256 of each, in a file that also hashes itself.
+"""Checkpoint manifest: size and SHA-256 of each file of a checkpoint, and its own SHA-256.
 
-    {"kind": ..., "format": 1, "step": 100, "groups": [...], "ties": {...}, "files": {name: {"bytes", "sha256"}}, "sha256": ...}
+    {"kind": ..., "format": 1, "step": 100, "groups": [...], "ties": {...},
+     "files": {name: {"bytes", "sha256"}}, "sha256": ...}
 
-Format 1 is what one process writes (narrowgauge/train/checkpoint/store.py), format 2 what several ranks write together
-(narrowgauge/distributed/storage.py): without groups and ties, with a number in "save" that all its shards hold too.
+    format 1   written by one process (narrowgauge/train/checkpoint/store.py)
+    format 2   written by several ranks together (narrowgauge/distributed/storage.py): no groups and
+               ties, but a "save" id that all shards of this save share
 
-The last key is the SHA-256 of the bytes that the manifest has without it. A reader writes what it parsed once more and
-compares, so a changed byte is noticed even where JSON does not care, as in white space. A right hash proves that
-nothing was damaged, not that nobody meant harm: names are checked as well, and nothing outside the folder is opened.
+The last key is the SHA-256 of the manifest's bytes without that key. A reader serializes the parsed
+manifest again and compares all bytes, so a changed byte is noticed even in white space. A correct
+hash proves absence of damage, not of malice: names are checked too, and no file outside the folder
+is opened.
 """
 
 import hashlib
@@ -24,7 +27,8 @@ from narrowgauge.storage import reading
 
 FORMAT = 2
 KIND = "narrowgauge checkpoint"
-SHARD_BYTES = 2**29  # of a file of tensors: what is held twice while one is written or read
+# Size limit of one file of tensors: this much is in memory twice while it is written or read.
+SHARD_BYTES = 2**29
 # Names of torch's types that safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bfloat16", "complex64", "bool", "float8_e4m3fn", "float8_e5m2"}
@@ -38,18 +42,23 @@ RANK_FILE = re.compile(r"rank-\d{5,8}-\d+\.safetensors|index\.json")
 SAVE = re.compile(r"[0-9a-f]{32}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LISTING = reading.Kind(most_bytes=64 * reading.MIB, error=CheckpointError, step="Restore the checkpoint.")
-PART = replace(LISTING, most_bytes=2**62)  # of a checkpoint: the manifest lists its size
+# A file of a checkpoint: the manifest lists its size, so this limit is not needed.
+PART = replace(LISTING, most_bytes=2**62)
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint that a newer narrowgauge wrote."""
+    """A checkpoint written by a newer narrowgauge."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`ties`: group -> name -> the name under which the same tensor is stored. `files`: name -> bytes and sha256.
+    """Contents of a manifest.
 
-    save: of several ranks' checkpoint, which call of theirs wrote it; '' of one process's.
+    step     optimizer step of the checkpoint
+    groups   names of the groups of tensors; empty in format 2
+    ties     group -> name -> the name under which the same tensor is stored
+    files    file name -> {"bytes", "sha256"}
+    save     format 2: id of the save call that wrote the checkpoint; '' in format 1
     """
 
     step: int
@@ -59,6 +68,7 @@ class Manifest:
     save: str = ""
 
     def signed(self) -> bytes:
+        """Bytes of the manifest file, including its own hash."""
         fields = asdict(self)
         if not self.save:
             del fields["save"]
@@ -67,7 +77,7 @@ class Manifest:
         return json.dumps({**body, "sha256": digest}, indent=1).encode()
 
     def refuse(self) -> str:
-        """What does not make sense in it, or ''."""
+        """Reason why the contents are invalid, or ''."""
         if not isinstance(self.step, int) or isinstance(self.step, bool) or not 0 <= self.step < 10**8:
             return f"has step = {self.step!r}, not a whole number from 0 to 99999999"
         needed = INDEX if self.save else FACTS
@@ -83,20 +93,26 @@ class Manifest:
             is_foreign = not match or not (self.save or match[1] in (None, *self.groups))
             if is_foreign or listed.keys() != {"bytes", "sha256"}:
                 return f"lists a file {name!r}"
+            # type() and not isinstance(): JSON's true is an int to isinstance.
             if type(listed["bytes"]) is not int or listed["bytes"] < 0 or not SHA256.fullmatch(listed["sha256"]):
                 return f"lists no size and SHA-256 of {name!r}"
         return ""
 
 
 def listed(data: bytes) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Entry of a file in the manifest."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of an existing checkpoint folder that holds the files it lists, and no others."""
+    """Read the manifest of a checkpoint folder.
+
+    Raises CheckpointError if the folder holds other files than the manifest lists.
+    """
     if folder.is_symlink() or not folder.is_dir():
-        raise CheckpointError(f"{folder}: is not a folder. Remove it, or restore the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: is not a folder. Remove it, or restore the checkpoint.", code="checkpoint.not-a-folder"
+        )
     data = reading.bytes_of(folder / NAME, LISTING)
     reason = "was changed or cut"
     try:
@@ -107,6 +123,7 @@ def read(folder: Path) -> Manifest:
                 "Upgrade narrowgauge."
             )
         manifest = Manifest(body["step"], body["groups"], body["ties"], body["files"], body.get("save", ""))
+        # Compares bytes and not only the hash: white space would not change the parsed contents.
         if manifest.signed() == data:
             reason = manifest.refuse()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -114,65 +131,78 @@ def read(folder: Path) -> Manifest:
     if not reason and STEP.fullmatch(folder.name) and folder.name != f"step-{manifest.step:08d}":
         reason = f"is that of step {manifest.step}"
     if reason:
-        raise CheckpointError(f"{folder}: its manifest {reason}. Restore the checkpoint.")
+        raise CheckpointError(f"{folder}: its manifest {reason}. Restore the checkpoint.", code="checkpoint.manifest")
     if foreign := set(os.listdir(folder)) ^ {*manifest.files, NAME}:
         names = ", ".join(sorted(foreign))
-        raise CheckpointError(f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.", code="checkpoint.files"
+        )
     return manifest
 
 
 def fingerprint(folder: Path) -> str:
-    """The SHA-256 that the manifest of a checkpoint gives itself: it names the bytes of all of its files."""
+    """The manifest's own SHA-256, which identifies the bytes of all files of the checkpoint."""
     return str(json.loads(read(folder).signed())["sha256"])
 
 
 def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """The bytes of a file that the manifest lists, once they are known to be the ones that were written."""
+    """Read a file that the manifest lists, after checking its size and SHA-256."""
     expected = manifest.files[name]
     with reading.opened(folder / name, PART) as file:
         size = os.fstat(file.fileno()).st_size
-        if size != expected["bytes"]:  # without reading it: a sparse file may be larger than memory
+        # Checked before reading: a sparse file may be larger than memory.
+        if size != expected["bytes"]:
             raise CheckpointError(
-                f"{folder / name}: was changed: {size} bytes, not {expected['bytes']}. Restore the checkpoint."
+                f"{folder / name}: was changed: {size} bytes, not {expected['bytes']}. Restore the checkpoint.",
+                code="checkpoint.changed",
             )
         data = file.read(size)
     found = listed(data)
     if found != expected:
         raise CheckpointError(
             f"{folder / name}: was changed: {found['bytes']} bytes with SHA-256 {found['sha256'][:12]}..., "
-            f"not {expected['bytes']} with {str(expected['sha256'])[:12]}.... Restore the checkpoint."
+            f"not {expected['bytes']} with {str(expected['sha256'])[:12]}.... Restore the checkpoint.",
+            code="checkpoint.changed",
         )
     return data
 
 
 def verify(path: Path) -> None:
-    """CheckpointError unless every byte at `path` is the one that was written. Costs one read of it."""
+    """Raise CheckpointError unless every file at `path` is unchanged.
+
+    Reads the whole checkpoint once.
+    """
     manifest = read(path)
     for name in manifest.files:
         read_file(path, name, manifest)
 
 
-# The checkpoints of a folder
+# Checkpoints in a run's folder
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The folders named as checkpoints, the largest step first."""
+    """Folders named as checkpoints, the largest step first."""
     try:
         return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), reverse=True)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+        raise CheckpointError(
+            f"{folder}: cannot be listed: {error.strerror}. Check its permissions.", code="checkpoint.unlistable"
+        ) from error
 
 
 def prune(folder: Path, keep: int | Path) -> None:
-    """Removes all checkpoints but the `keep` newest, by step, or but the one at the path `keep`.
+    """Remove all checkpoints except the `keep` newest by step, or except the one at path `keep`.
 
-    Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
-    displaces a whole one, and a folder of somebody else's is never touched.
+    Counts and removes only folders with a valid manifest whose files have the listed sizes. A
+    damaged checkpoint therefore never displaces a complete one, and foreign folders are never
+    touched.
     """
     if isinstance(keep, int) and keep < 1:
-        raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
+        raise CheckpointError(
+            f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.", code="checkpoint.prune"
+        )
     whole = filter(_looks_whole, newest_first(folder))
     doomed = list(whole)[keep:] if isinstance(keep, int) else [path for path in whole if path != keep]
     with storage.refusals("remove old checkpoints from", folder):

@@ -2,8 +2,8 @@
 
     x ~= decode(data) * (scale of its tile) * global_scale
 
-A plain container, not a Tensor subclass: autograd and the compiler see ordinary tensors only. Always two-dimensional, the
-contracted axis last.
+A plain container, not a Tensor subclass: autograd and the compiler see ordinary tensors only.
+Always two-dimensional, contracted axis last.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ _VALUES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class QTensor:
-    """See the module. Checked at construction, unless `checked` says that it is made from parts of one that was.
+    """Codes and scales of one quantized matrix.
 
-    data          codes of `cast.format`: [outer, inner] of its storage dtype, or, of 4-bit formats, [outer, ceil(inner / 2)]
-                  uint8, two to a byte (those of integers may come one to a byte, int8), or [outer, inner] float32 or
-                  bfloat16 holding the decoded values themselves ("expanded": what a GEMM without narrow units wants)
+    data          codes of `cast.format`, in one of three layouts:
+                  [outer, inner]                      its storage dtype, one code per element
+                  [outer, ceil(inner / 2)] uint8      4-bit formats, two codes to a byte ("packed");
+                                                      integer formats may also use one int8 per code
+                  [outer, inner] float32, bfloat16    decoded values ("expanded"), for GEMMs on
+                                                      hardware without low-precision units
     scale         float32 [ceil(outer / tile[0]), ceil(inner / tile[1])]
     cast          the Cast that made it
     inner         length of the contracted axis in elements
-    global_scale  0-d float32 where the cast has one (two-level rules, headroom), else None
+    global_scale  0-d float32 if the cast has one (two-level rules, headroom), else None
+    checked       True skips validation, for parts of a QTensor that was already validated
     """
 
     data: Tensor
@@ -45,7 +49,8 @@ class QTensor:
     def of_parts(
         cls, data: Tensor, scale: Tensor, cast: Cast, inner: int, global_scale: Tensor | None = None
     ) -> QTensor:
-        """As with checked=True, in half the time: a product makes two."""
+        """Construct as with checked=True, in half the time: each GEMM constructs two."""
+        # Bypasses the frozen dataclass's __init__, which sets each field by object.__setattr__.
         self = object.__new__(cls)
         self.__dict__.update(data=data, scale=scale, cast=cast, inner=inner, global_scale=global_scale)
         return self
@@ -57,28 +62,37 @@ class QTensor:
     def _check(self) -> None:
         data, scale, cast, whole = self.data, self.scale, self.cast, self.global_scale
         columns = self.inner if not self.is_packed else -(-self.inner // cast.format.codes_per_byte)
-        wrong = ""
+        wrong, code = "", ""
+        # Packed codes are uint8 like the storage of some formats, so `is_packed` decides by
+        # codes_per_byte.
         if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
+            code = "qtensor.dtype"
             wrong = (
                 f"data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed ones in "
                 "torch.uint8, or values in float32 or bfloat16, and a float32 scale"
             )
         elif data.ndim != 2 or scale.ndim != 2:
+            code = "qtensor.axes"
             wrong = f"data {list(data.shape)} and scale {list(scale.shape)} must both be two-dimensional"
         elif (data.shape[1], *scale.shape) != (
             columns,
             *(sizes := scale_shape((data.shape[0], self.inner), cast.tile)),
         ):
+            code = "qtensor.shape"
             wrong = (
                 f"data {list(data.shape)} with scale {list(scale.shape)} does not fit {self.inner} {cast.format} elements per row "
                 f"in tiles of {cast.tile}; expected {columns} columns and scale {list(sizes)}"
             )
         elif (whole is not None) != cast.has_global_scale:
+            code = "qtensor.global-scale"
             wrong = f"cast {cast} {'needs' if cast.has_global_scale else 'takes no'} global_scale"
         elif whole is not None and (whole.ndim != 0 or whole.dtype != torch.float32):
+            code = "qtensor.global-scale-shape"
             wrong = f"global_scale is {list(whole.shape)} {whole.dtype}; it must be a single float32 without axes"
         if wrong:
-            raise ShapeError(f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.")
+            raise ShapeError(
+                f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.", code=code
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,6 +108,7 @@ class QTensor:
 
     @property
     def is_packed(self) -> bool:
+        # Integers of 4 bits may come one to a byte in int8: these are not packed.
         return self.data.dtype == torch.uint8 and self.cast.format.codes_per_byte > 1
 
     @property
@@ -103,28 +118,37 @@ class QTensor:
         return self.data.nbytes + self.scale.nbytes + extra
 
     def to(self, device: torch.device) -> QTensor:
-        """The same tensor on `device`."""
+        """Copy to `device`."""
         shared = None if self.global_scale is None else self.global_scale.to(device)
         return replace(self, data=self.data.to(device), scale=self.scale.to(device), global_scale=shared)
 
     def one_to_a_byte(self) -> Tensor:
-        """[outer, inner]: the codes, unpacked if two share a byte."""
+        """Codes [outer, inner], unpacked if two share a byte."""
         return self.cast.format.unpack(self.data, self.inner) if self.is_packed else self.data
 
     def values(self) -> Tensor:
-        """[outer, inner] float32 (or the expanded dtype): the decoded elements, not yet multiplied by their scale."""
+        """Decoded elements [outer, inner], not yet multiplied by their scales.
+
+        float32, or the expanded dtype.
+        """
         if self.data.dtype in _VALUES:
             return self.data
         return self.cast.format.decode(self.one_to_a_byte())
 
     def expanded(self, dtype: torch.dtype) -> QTensor:
-        """The same tensor holding decoded values in `dtype`: float32, or bfloat16, which holds those of all but tables."""
+        """The same tensor with decoded values in `dtype`, float32 or bfloat16.
+
+        bfloat16 holds the values of all formats except tables. Raises ConfigError for these.
+        """
         if dtype == torch.bfloat16 and isinstance(self.cast.format, TableFormat):
-            raise ConfigError(f"expanded: levels of {self.cast.format} are not exact in {dtype}. Use torch.float32.")
+            raise ConfigError(
+                f"expanded: levels of {self.cast.format} are not exact in {dtype}. Use torch.float32.",
+                code="qtensor.expanded-dtype",
+            )
         return replace(self, data=self.values().to(dtype), checked=True)
 
     def compact(self) -> QTensor:
-        """The same tensor holding codes: one byte per element, or half of one."""
+        """The same tensor with codes: one byte per element, or half a byte."""
         if not self.is_expanded:
             return self
         format = self.cast.format
@@ -133,15 +157,21 @@ class QTensor:
         return replace(self, data=format.pack(codes) if format.codes_per_byte > 1 else codes, checked=True)
 
     def full_scale(self) -> Tensor:
-        """The scales, [outer tiles, inner tiles] float32, with the per-tensor scale multiplied in."""
+        """Scales [outer tiles, inner tiles] float32, multiplied by the per-tensor scale."""
         return self.scale if self.global_scale is None else self.scale * self.global_scale
 
     def transposed(self) -> QTensor:
-        """The same numbers with the axes exchanged, without copying; the cast's tiles must be symmetric."""
+        """The transposed tensor as a view.
+
+        Raises ShapeError unless the cast's tiles are symmetric.
+        """
+        # Packed codes share bytes along the contracted axis, so a transposed view would mix them
+        # up.
         if self.cast.tile[0] != self.cast.tile[1] or self.is_packed:
             raise ShapeError(
                 f"transposed: {self.cast} has tiles that do not transpose, or packed codes. "
-                "Quantize the transposed tensor instead."
+                "Quantize the transposed tensor instead.",
+                code="qtensor.transposed",
             )
         return QTensor(
             data=self.data.T, scale=self.scale.T, cast=self.cast, inner=self.data.shape[0], global_scale=self.global_scale, checked=True

@@ -1,14 +1,16 @@
-"""Recipes as data: which operand of which matrix product is cast how.
+"""Recipes as data: the cast of each operand of a Linear's three GEMMs.
 
-A Linear with x [T, K], w [N, K] and the gradient of its output gy [T, N] has three products, all of them lhs @ rhs.T:
+A Linear with x [T, K], w [N, K] and the gradient of its output gy [T, N] has three GEMMs, all of
+the form lhs @ rhs.T:
 
     output        x @ w.T      lhs x    [T, K]   rhs w    [N, K]   contracted over K
     grad_input    gy @ w       lhs gy   [T, N]   rhs w.T  [K, N]   contracted over N
     grad_weight   gy.T @ x     lhs gy.T [N, T]   rhs x.T  [K, T]   contracted over T
 
-A Cast says what one operand becomes; None leaves it in 16 bits. A Gemm is two casts, and perhaps a rotation of both operands
-along the contracted axis and a sampler of rows. A Recipe is three Gemms. Everything here is frozen, hashable and picklable; a
-variant is made with `dataclasses.replace`.
+A Cast describes the quantization of one operand; None leaves the operand in 16 bits. A Gemm has two
+casts and optionally a rotation of both operands along the contracted axis, and a sampler of rows. A
+Recipe has three Gemms. All classes are frozen, hashable and picklable; `dataclasses.replace` makes
+a variant.
 """
 
 from __future__ import annotations
@@ -29,22 +31,29 @@ __all__ = [
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
-LARGEST_HEADROOM = 4 / 3  # 8/6: how far the top of a tile can pass e2m1's maximum under E8M0_FLOOR
-LARGEST_BLOCK = 1024  # of a rotation: it costs 2 * block operations per element
+# 8/6: under E8M0_FLOOR a tile's amax can exceed e2m1's maximum by this factor.
+LARGEST_HEADROOM = 4 / 3
+LARGEST_BLOCK = 1024  # largest block of a rotation, which costs 2 * block operations per element
 
-LARGEST_MARGIN = 32  # beyond it every element of a narrow format would be zero, or saturate
+LARGEST_MARGIN = 32  # beyond it every element of a low-precision format would be zero or saturated
 
 Algorithm = Literal["max", "most_recent"]
 
 
 def _require(owner: object, name: str, valid: bool, wanted: str) -> None:
-    """Raises ConfigError unless `valid`: "Window: length is 0; it must be a whole number of steps, at least 1."."""
+    """Raise ConfigError unless `valid`.
+
+    Example: "Window: length is 0; it must be a whole number of steps, at least 1."
+    The code is the class and the field, such as "window.length".
+    """
     if not valid:
         title = f"Recipe {owner.name!r}" if isinstance(owner, Recipe) else type(owner).__name__
-        raise ConfigError(f"{title}: {name} is {getattr(owner, name)!r}; {wanted}")
+        code = f"{type(owner).__name__.lower()}.{name}"
+        raise ConfigError(f"{title}: {name} is {getattr(owner, name)!r}; {wanted}", code=code)
 
 
 def is_whole(value: object, least: float = 1) -> bool:
+    # bool is a subclass of int: True would pass as 1.
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -52,12 +61,12 @@ def is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-# --- where the largest magnitude that a scale is made from comes from --------------------------------------------------------------
+# --- calibration: the source of the amax that sets a scale ---------------------------------------
 
 
 @dataclass(frozen=True)
 class Current:
-    """The scale comes from the tensor at hand."""
+    """Current scaling: the scale comes from the tensor being quantized."""
 
     def __str__(self) -> str:
         return "current"
@@ -65,13 +74,14 @@ class Current:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Delayed scaling: the scale comes from the largest magnitudes of earlier steps.
+    """Delayed scaling: the scale comes from the amax history of earlier steps.
 
-    length     steps remembered. 1024 is TransformerEngine's default; MS-AMP uses 16.
-    margin     the scale is multiplied by 2**margin: head-room for growth between steps, paid in resolution
-    algorithm  "max" of the window, or the "most_recent" entry
+    length     steps in the amax history. 1024 is TransformerEngine's default; MS-AMP uses 16.
+    margin     the scale is multiplied by 2**margin: headroom for growth between steps, at the cost
+               of resolution
+    algorithm  "max" of the history, or its "most_recent" entry
 
-    The first step of a layer has no history and uses the tensor at hand.
+    The first step of a layer has no history and uses the current tensor.
     """
 
     length: int = 1024
@@ -92,12 +102,16 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedRms:
-    """The scale comes from the spread of the tile, not from its largest element: amax = clip * sqrt(mean x**2).
+    """The scale comes from the root mean square of a tile, not from its largest element.
 
-    clip  in standard deviations; what lies beyond saturates. 2.475 is the best for a Gaussian in 15 levels (INT4): its mean
-          squared error is 0.0129 of the variance, against 0.0303 with the first step that LSQ takes. A rotated operand is
-          nearly Gaussian. One huge number makes the scale large and is itself clipped; see `quantize.definition.tile_rms` for
-          what a sum of squares beyond float32 does. (For 16 levels, QuEST's constant is 2.514; for E2M1, Quartet's is 2.923.)
+    amax = clip * sqrt(mean x**2)
+
+    clip  in standard deviations; larger elements saturate. 2.475 is optimal for a Gaussian in 15
+          levels (INT4): the mean squared error is 0.0129 of the variance, against 0.0303 with LSQ's
+          first step. (QuEST's constant for 16 levels is 2.514; Quartet's for E2M1 is 2.923.)
+
+    A rotated operand is nearly Gaussian. One huge element makes the scale large and is itself
+    clipped; `quantize.definition.tile_rms` describes sums of squares beyond float32.
     """
 
     clip: float = 2.475
@@ -113,10 +127,12 @@ class ClippedRms:
 class LearnedStep:
     """LSQ (arXiv 1902.08153): the scale of a tensor is a parameter of the layer and has a gradient.
 
-    cold_steps      optimizer steps, counted by `advance`, in which the step is not learned but set from the data:
-                    2 mean|x| / sqrt(max), the rule of arXiv 2306.11987, appendix A.4. At least 1: it is also the first value.
-    residual_every  the gradient of x's step needs the rounding errors of x. They are kept for one row in so many, drawn
-                    anew each time, which leaves the gradient unbiased and costs 2 / residual_every bytes per element.
+    cold_steps      optimizer steps, counted by `advance`, in which the scale is set from the data
+                    and not learned: 2 mean|x| / sqrt(max), the rule of arXiv 2306.11987, appendix
+                    A.4. At least 1, because this rule also initialises the parameter.
+    residual_every  the gradient of x's scale needs the rounding errors of x. They are saved for one
+                    row in `residual_every`, drawn anew at each call. The gradient stays unbiased
+                    and saving costs 2 / residual_every bytes per element.
     """
 
     cold_steps: int = 16
@@ -135,23 +151,25 @@ CURRENT = Current()
 Calibrate = Current | Window | ClippedRms | LearnedStep
 
 
-# --- casts, products, recipes -----------------------------------------------------------------------------------------------------
+# --- casts, GEMMs, recipes -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """What becomes of one operand.
+    """Quantization of one operand.
 
-    format     what an element can be
-    tile       elements that share a scale, along (outer, contracted) axis; -1 takes the whole axis
-    scale      the rule from a tile's amax to its scale
-    calibrate  where amax comes from: CURRENT, a Window of earlier steps (per-tensor tiles only), ClippedRms, LearnedStep
-               (per-tensor tiles only)
-    rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased where nothing saturates)
-    headroom   the tensor is scaled down by this factor before it is cast, and what is decoded is scaled up by it again.
-               Rules that may saturate the top of a tile need it for stochastic rounding to be unbiased: 4/3 with
-               E8M0_FLOOR (arXiv 2502.20586), 17/16 with E4M3_TWO_LEVEL. The scales of the tiles do not change; the
-               factor is one number of the whole tensor, which a GEMM multiplies its result by.
+    format     number format of an element
+    tile       elements that share a scale, along the (outer, contracted) axis; -1 is the whole axis
+    scale      rule that turns a tile's amax into its scale
+    calibrate  source of amax: CURRENT, a Window of earlier steps, ClippedRms or LearnedStep; Window
+               and LearnedStep need per-tensor tiles
+    rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased
+               where no element saturates)
+    headroom   factor by which the tensor is scaled down before the cast and scaled up after
+               decoding. Rules that may saturate the top of a tile need headroom for unbiased
+               stochastic rounding: 4/3 with E8M0_FLOOR (arXiv 2502.20586), 17/16 with
+               E4M3_TWO_LEVEL. Scales of tiles do not change. The factor is one number per tensor,
+               and the GEMM multiplies its result by it.
     """
 
     format: Format
@@ -175,13 +193,15 @@ class Cast:
         if isinstance(self.calibrate, Window) and not self.is_per_tensor:
             raise ConfigError(
                 f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
-                "Use tile=(-1, -1) or calibrate=CURRENT."
+                "Use tile=(-1, -1) or calibrate=CURRENT.",
+                code="cast.window-tile",
             )
         one_step = self.is_per_tensor and self.scale == FP32 and isinstance(self.format, IntFormat)
         if isinstance(self.calibrate, LearnedStep) and not one_step:
             raise ConfigError(
                 f"Cast: a LearnedStep is one float32 step per tensor between integers, but the cast is {self.format} with "
-                f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32."
+                f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32.",
+                code="cast.learned-step",
             )
         _require(self, "rounding", self.rounding in ("nearest", "stochastic"), "choose 'nearest' or 'stochastic'.")
         headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
@@ -196,12 +216,15 @@ class Cast:
 
     @property
     def has_global_scale(self) -> bool:
-        """Whether one number multiplies the scales of all tiles."""
+        """True if one number multiplies the scales of all tiles."""
         return self.scale.two_level or self.headroom != 1
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the transposed tensor has the transposed tiles, so that one quantization serves both orientations."""
+        """True if the transposed tensor has the transposed tiles.
+
+        One quantization then serves both orientations.
+        """
         return self.tile[0] == self.tile[1] and self.rounding == "nearest"
 
     def __str__(self) -> str:
@@ -219,15 +242,18 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Hadamard:
-    """A rotation of both operands along the contracted axis, which spreads outliers over a block and changes no product.
+    """A rotation of both operands along the contracted axis.
+
+    It spreads outliers over a block and leaves the GEMM's exact result unchanged:
 
         lhs @ rhs.T = (lhs diag(s) H) @ (rhs diag(s) H).T,    H = BlockDiag(H_block, ...)
 
-    H_block is the orthonormal Sylvester matrix, so H is symmetric and its own inverse. An axis that the block does not
-    divide is filled up with zeros.
+    H_block is the orthonormal Sylvester matrix, so H is symmetric and its own inverse. An axis that
+    the block does not divide is padded with zeros.
 
     block  size of a block of contiguous elements: a power of two
-    signs  s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call, the same for both operands)
+    signs  s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call,
+           the same for both operands)
     """
 
     block: int = 32
@@ -245,12 +271,15 @@ class Hadamard:
 
 @dataclass(frozen=True, kw_only=True)
 class LeverageScore:
-    """Rows of the gradient are sampled with probabilities that follow their weight in the product (arXiv 2306.11987, 4.2).
+    """Leverage score sampling of the gradient's rows (arXiv 2306.11987, section 4.2).
 
-    keep          share of the rows (tokens) that enter the product; with a bit-split gradient, 0.5 costs as much in INT4 as
-                  one INT4 product of all rows
-    max_variance  the layer samples only while the variance that this adds, predicted from the probabilities and relative to
-                  the squared norm of the product, stays below it; else it keeps all rows. math.inf: always sample.
+    Rows are sampled with probabilities that follow their share of the GEMM's result.
+
+    keep          share of the rows (tokens) that enter the GEMM. With a bit-split gradient, 0.5
+                  costs as much in INT4 as one INT4 GEMM of all rows
+    max_variance  limit on the variance that sampling adds, predicted from the probabilities,
+                  relative to the squared norm of the result. Above it the layer uses all rows.
+                  math.inf: always sample.
     """
 
     keep: float = 0.5
@@ -271,12 +300,14 @@ class LeverageScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """The casts of one matrix product lhs @ rhs.T; None is a 16-bit operand (bf16, or fp16 under fp16 autocast).
+    """Casts of one GEMM lhs @ rhs.T; None is a 16-bit operand (bf16, or fp16 under fp16 autocast).
 
-    rotate           turns both operands along the contracted axis before they are cast
-    sample           drops rows of the gradient, its contracted ones in `grad_weight`, its outer ones in `grad_input`
-    fast_accumulate  let FP8 tensor cores add in their own narrow accumulator (about 14 bits on Hopper). Peers do so for
-                     `output` only, where errors do not compound over steps; gradients are accumulated in float32.
+    rotate           rotates both operands along the contracted axis before they are cast
+    sample           drops rows of the gradient: contracted rows in `grad_weight`, outer rows in
+                     `grad_input`
+    fast_accumulate  FP8 tensor cores may add in their own accumulator of about 14 bits (Hopper).
+                     Peers allow this for `output` only, where errors do not compound over steps.
+                     Gradients accumulate in float32.
     """
 
     lhs: Cast | None = None
@@ -298,7 +329,8 @@ class Gemm:
         if self.rotate is not None and windows:
             raise ConfigError(
                 "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
-                "Use calibrate=CURRENT or rotate=None."
+                "Use calibrate=CURRENT or rotate=None.",
+                code="gemm.rotated-window",
             )
 
     def __str__(self) -> str:
@@ -309,14 +341,17 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class WideBlocks:
-    """Which blocks of a stack stay in bf16. Of `count` blocks, ceil(share * count): the last ones, and of large stacks the first.
+    """Transformer blocks of a stack that stay in bf16.
 
-    "NVFP4 pre-training" (arXiv 2509.25149, section 4.1 and appendix E.2) finds that the last ones need more than a mantissa bit and
-    keeps about 15 % of the Linears in bf16, in its 12B model of 62 blocks the first 2 and the last 8.
+    Of `count` blocks, ceil(share * count) stay in bf16: the last ones, and in large stacks the
+    first ones. "NVFP4 pre-training" (arXiv 2509.25149, section 4.1 and appendix E.2) finds that the
+    last blocks need more than one mantissa bit. It keeps about 15 % of the Linears in bf16: the
+    first 2 and the last 8 of 62 blocks in its 12B model.
 
-    share       of the blocks of a stack
-    first       how many of these are taken from the start, in stacks of `first_from` blocks and more
-    smallest    stacks of fewer blocks keep none: one block would be more than a quarter of the model
+    share       share of the blocks of a stack
+    first       number of these taken from the start, in stacks of at least `first_from` blocks
+    smallest    stacks with fewer blocks keep none: one block would be more than a quarter of the
+                model
     """
 
     share: float = 0.15
@@ -331,10 +366,11 @@ class WideBlocks:
             _require(self, name, is_whole(getattr(self, name), 0), "it must be a whole number of blocks, 0 or more.")
 
     def of(self, count: int) -> frozenset[int]:
-        """The indices, from 0, of the blocks that stay wide in a stack of `count`."""
+        """Indices, from 0, of the blocks that stay in bf16 in a stack of `count`."""
         if count < self.smallest:
             return frozenset()
-        kept = math.ceil(self.share * count - 1e-9)  # 0.15 * 20 is 3
+        # The epsilon absorbs float error: 0.07 * 100 is 7.000000000000001.
+        kept = math.ceil(self.share * count - 1e-9)
         first = min(self.first, kept) if count >= self.first_from else 0
         return frozenset((*range(first), *range(count - kept + first, count)))
 
@@ -345,18 +381,24 @@ class WideBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The three products of a Linear.
+    """The three GEMMs of a Linear.
 
-    name  how users call it
-    save  what is kept of x for `grad_weight`: "original" (the tensor as it came, often kept alive by its producer anyway,
-          cast again in backward) or "quantized" (its 8-bit codes: a quarter to half of the bytes, no second cast). Casts per
-          tensor share the codes of `output`; others store codes tiled for `grad_weight`. The gradients are the same. Codes are not
-          kept of what its producer keeps anyway (nn/kept_inputs.py). Where a CPU emulates, it keeps the decoded values of a cast
-          per tensor, and x of others: encoding takes longer there than the product saves.
-    backward  "recast": the backward products cast x and w anew, from the originals and along their own contracted axis.
-          "straight-through": they multiply by the very codes of `output`, in its rotated basis; elements that were clipped
-          get no gradient, and the results are rotated back. Only then has a LearnedStep a gradient.
-    wide_blocks  Transformer blocks that `convert` leaves in bf16, found by the model's structure; None: all are cast
+    name         name that users pass
+    save         form in which x is saved for `grad_weight`. The gradients are bit-identical.
+                 "original": the tensor itself, which its producer often saves anyway; cast again in
+                 backward. "quantized": its 8-bit codes, a quarter to half of the bytes, without a
+                 second cast
+    backward     "recast": the backward GEMMs cast x and w again, from the originals and along their
+                 own contracted axis. "straight-through": they use the codes of `output` in its
+                 rotated basis; clipped elements get no gradient, and results are rotated back. A
+                 LearnedStep has a gradient only then
+    wide_blocks  Transformer blocks that `convert` leaves in bf16, found by the model's structure;
+                 None: all blocks are cast
+
+    Details of save="quantized": per-tensor casts share the codes of `output`, other casts store
+    codes tiled for `grad_weight`. Codes are not saved if the producer of x saves x anyway
+    (nn/kept_inputs.py). When a CPU emulates the GEMM, decoded values are saved for per-tensor casts
+    and x for others, because encoding costs more there than the GEMM gains.
     """
 
     name: str
@@ -369,7 +411,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.")
+            raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.", code="recipe.name")
         for product, gemm in self.gemms().items():
             _require(self, product, isinstance(gemm, Gemm), "it must be a Gemm. Gemm() leaves it in 16 bits.")
         wide = isinstance(self.wide_blocks, WideBlocks | None)
@@ -381,46 +423,66 @@ class Recipe:
         if self.backward == "straight-through":
             self._check_straight_through()
         elif self.samples():
-            self._refuse("rows are sampled with backward='straight-through' only. Choose that, or sample=None.")
+            self._refuse(
+                "recipe.sampled-recast",
+                "rows are sampled with backward='straight-through' only. Choose that, or sample=None.",
+            )
         elif any(isinstance(cast.calibrate, LearnedStep) for _, cast in self._casts()):
             self._refuse(
-                "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms."
+                "recipe.learned-step-recast",
+                "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms.",
             )
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise ConfigError(f"Recipe {self.name!r}: {why}")
+    def _refuse(self, code: str, why: str) -> NoReturn:
+        raise ConfigError(f"Recipe {self.name!r}: {why}", code=code)
 
     def _check_operands(self) -> None:
         for role, cast in self._casts():
             if cast.format in (E8M0, DYNAMIC_UNSIGNED):
-                self._refuse(f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.")
+                self._refuse(
+                    "recipe.unsigned-format",
+                    f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.",
+                )
         if self.save == "quantized" and self.grad_weight.rhs is None:
-            self._refuse("save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.")
+            self._refuse(
+                "recipe.quantized-uncast",
+                "save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.",
+            )
+        # Saved codes of x carry the signs of the forward pass; the gradient would be rotated with
+        # others.
         rotate = self.grad_weight.rotate
         if self.save == "quantized" and rotate is not None and rotate.signs == "random":
             self._refuse(
+                "recipe.quantized-random-signs",
                 "save='quantized' keeps x rotated with signs that the gradient will not meet again. "
-                "Use signs='fixed' in grad_weight, or save='original'."
+                "Use signs='fixed' in grad_weight, or save='original'.",
             )
         for role, casts in self.roles().items():
             windows = {(c.calibrate, c.format) for c in casts if c is not None and isinstance(c.calibrate, Window)}
             if len(windows) > 1:
                 self._refuse(
+                    "recipe.two-windows",
                     f"{role} is cast with two different windows. Delayed scaling keeps one amax history per tensor; use the same "
-                    "Window and format in both products."
+                    "Window and format in both products.",
                 )
         if self.output.sample is not None:
-            self._refuse("output samples rows. Only the products of the gradient can; use sample=None.")
+            self._refuse(
+                "recipe.sampled-output", "output samples rows. Only the products of the gradient can; use sample=None."
+            )
 
     def _check_straight_through(self) -> None:
-        """A backward product either uses the codes of `output` or, with rhs=None, leaves them for the original in 16 bits."""
+        """Check the backward GEMMs of a straight-through recipe.
+
+        Each uses the codes of `output` or, with rhs=None, the original in 16 bits.
+        """
         for product, forward in (("grad_input", self.output.rhs), ("grad_weight", self.output.lhs)):
             gemm: Gemm = getattr(self, product)
             rhs = gemm.rhs
             if rhs is not None and rhs != forward:
                 self._refuse(
+                    "recipe.straight-through-codes",
                     f"backward='straight-through' multiplies by the codes of output, but {product}.rhs is {rhs} and output has "
-                    f"{forward or '16-bit'}. Make them equal, or rhs=None."
+                    f"{forward or '16-bit'}. Make them equal, or rhs=None.",
                 )
             if rhs is not None and (
                 not rhs.is_per_tensor
@@ -429,19 +491,22 @@ class Recipe:
                 or isinstance(rhs.calibrate, Window)
             ):
                 self._refuse(
+                    "recipe.straight-through-cast",
                     f"{rhs} does not serve both orientations. backward='straight-through' needs integers with one scale per tensor "
-                    "from the tensor at hand, rounded to nearest."
+                    "from the tensor at hand, rounded to nearest.",
                 )
             if gemm.rotate is not None:
                 self._refuse(
+                    "recipe.straight-through-rotation",
                     f"{product} has a rotation of its own, but backward='straight-through' multiplies in the basis of output. "
-                    "Use rotate=None there."
+                    "Use rotate=None there.",
                 )
         for role, cast in self._casts():
             if isinstance(cast.calibrate, LearnedStep | Window if role == "gy" else Window):
                 self._refuse(
+                    "recipe.straight-through-calibration",
                     f"{role} is calibrated by '{cast.calibrate}', for which backward='straight-through' has no place. "
-                    "Use CURRENT or ClippedRms."
+                    "Use CURRENT or ClippedRms.",
                 )
 
     def _casts(self) -> list[tuple[str, Cast]]:
@@ -449,7 +514,7 @@ class Recipe:
         return [(role, cast) for role, casts in self.roles().items() for cast in casts if cast is not None]
 
     def roles(self) -> dict[str, tuple[Cast | None, Cast | None]]:
-        """The two casts of each tensor: as it stands, and transposed."""
+        """The two casts of each tensor: as it is, and transposed."""
         return {
             "x": (self.output.lhs, self.grad_weight.rhs),
             "w": (self.output.rhs, self.grad_input.rhs),
@@ -457,13 +522,17 @@ class Recipe:
         }
 
     def windows(self) -> dict[str, tuple[Window, Format]]:
-        """Role -> the window and format of its delayed scaling; roles without one are absent."""
+        """Role -> Window and format of its delayed scaling.
+
+        Roles without delayed scaling are absent.
+        """
         return {role: (c.calibrate, c.format) for role, c in self._casts() if isinstance(c.calibrate, Window)}
 
     @property
     def has_memory(self) -> bool:
-        """Whether a layer holds state for it from step to step."""
-        for gemm in (self.output, self.grad_input, self.grad_weight):  # plain loops: asked at every call of `linear`
+        """True if a layer needs state that persists from step to step."""
+        # Plain loops: `linear` reads this at every call.
+        for gemm in (self.output, self.grad_input, self.grad_weight):
             if gemm.sample is not None:
                 return True
             for cast in (gemm.lhs, gemm.rhs):
@@ -472,7 +541,7 @@ class Recipe:
         return False
 
     def steps(self) -> dict[str, LearnedStep]:
-        """Role -> its learned step; roles without one are absent."""
+        """Role -> its LearnedStep; roles without one are absent."""
         found = {}
         for role, cast in (("x", self.output.lhs), ("w", self.output.rhs)):
             if cast is not None and isinstance(cast.calibrate, LearnedStep):
@@ -480,21 +549,26 @@ class Recipe:
         return found
 
     def samples(self) -> dict[str, LeverageScore]:
-        """Product -> the sampler of its rows; products without one are absent."""
+        """GEMM name -> sampler of its rows; GEMMs without one are absent."""
         return {name: gemm.sample for name, gemm in self.gemms().items() if gemm.sample is not None}
 
     def gemms(self) -> dict[str, Gemm]:
         return {name: getattr(self, name) for name in GEMMS}
 
     def with_gemm(self, **changes: Gemm) -> Recipe:
-        """This recipe with some products replaced, named after them: `recipe.with_gemm(grad_weight=Gemm())`.
+        """Copy of this recipe with some GEMMs replaced: `recipe.with_gemm(grad_weight=Gemm())`.
 
-        Another `output` leaves a straight-through backward pass without its codes: it casts anew then, without a rotation or
-        sampling, a learned step becoming a clipped one.
+        Replacing `output` of a straight-through recipe makes it a "recast" recipe, because the
+        codes for backward are gone: rotation and sampling are dropped, and a LearnedStep becomes
+        ClippedRms.
         """
         unknown = set(changes) - set(GEMMS)
         if unknown:
-            raise ConfigError(f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.")
+            raise ConfigError(
+                f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.",
+                code="recipe.gemm-name",
+            )
+        # A 16-bit grad_weight reads x itself, so there are no codes to save.
         save = "original" if changes.get("grad_weight") == Gemm() else self.save
         suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())
         gemms: dict[str, Any] = self.gemms() | changes
@@ -506,7 +580,7 @@ class Recipe:
 
 
 def _recast(gemm: Gemm) -> Gemm:
-    """A product of a straight-through recipe, able to stand without the codes of `output`."""
+    """A straight-through recipe's backward GEMM, changed to work without the codes of `output`."""
     rhs = gemm.rhs
     if rhs is not None and isinstance(rhs.calibrate, LearnedStep):
         rhs = replace(rhs, calibrate=ClippedRms())

@@ -1,9 +1,10 @@
-"""The named recipes. A new one is a constant here and its place in ALL.
+"""The named recipes. A new recipe is a constant here, listed in ALL.
 
     get("fp8-current")    the recipe
     names()               all names, in the order of the table in the README
 
-Where peers disagree, the choice made here and its reason stand beside it; the other choice is one `dataclasses.replace` away.
+Where published implementations disagree, a comment gives the choice made here and its reason; the
+other choice is one `dataclasses.replace` away.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ BF16 = Recipe(name="bf16")
 def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
     """E4M3 forward and E5M2 gradients ("hybrid"), one float32 scale per tensor.
 
-    TransformerEngine, torchao, MS-AMP, Colossal-AI and COAT all use this split: with one scale for a whole tensor,
-    gradients need E5M2's range more than E4M3's third mantissa bit. Fast accumulation in `output` alone (Colossal-AI uses
-    it in all three).
+    TransformerEngine, torchao, MS-AMP, Colossal-AI and COAT all use this split: with one scale for
+    a whole tensor, gradients need E5M2's range more than E4M3's third mantissa bit. Fast
+    accumulation in `output` alone (Colossal-AI uses it in all three).
 
-    x is kept as its codes, as TransformerEngine keeps them, so that backward need not cast it again; the gradients are
-    bit-identical to those of save="original". Of the input of o_proj, which attention keeps anyway, no codes are kept.
+    Like TransformerEngine, saves the codes of x for backward in place of casting x again. The
+    gradients are bit-identical to those of save="original". No codes are saved of o_proj's input,
+    which attention saves anyway.
     """
     forward, gradient = Cast(format=E4M3, calibrate=calibrate), Cast(format=E5M2, calibrate=calibrate)
     backward = Gemm(lhs=gradient, rhs=forward)
@@ -66,9 +68,11 @@ def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
 
 
 def _uniform(name: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
-    """The same cast for all six operands. Each tensor is cast twice, along different axes, both times from the original.
+    """The same cast for all six operands.
 
-    Of x the codes of x.T are kept: half of bfloat16, the gradients of save="original" to the bit, and a GPU reads x once for both casts.
+    Each tensor is cast twice, along different axes, both times from the original. Backward saves
+    the codes of x.T: half the bytes of bfloat16, and gradients bit-identical to save="original". A
+    GPU reads x once for both casts.
     """
     gemm = Gemm(lhs=cast, rhs=cast)
     output = replace(gemm, fast_accumulate=fast_accumulate)
@@ -77,27 +81,29 @@ def _uniform(name: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
 
 FP8_DELAYED = _per_tensor("fp8-delayed", Window())
 FP8_CURRENT = _per_tensor("fp8-current", CURRENT)
-# Colossal-AI's choice; on Hopper the two products of backward become 1.1 to 1.2 times as fast (torchao issue 2377, published). How
-# near it ends is in docs/convergence.md; the error of a product grows with the axis that it contracts, here the tokens of a step too.
+# Colossal-AI's choice; on Hopper the two backward GEMMs become 1.1 to 1.2 times as fast (torchao
+# issue 2377, published). docs/convergence.md compares its final loss with fp8-current's. The error
+# of a GEMM grows with the length of the contracted axis, here also with the tokens of a step.
 FP8_CURRENT_FAST = replace(
     FP8_CURRENT,
     name="fp8-current-fast",
     grad_input=replace(FP8_CURRENT.grad_input, fast_accumulate=True),
     grad_weight=replace(FP8_CURRENT.grad_weight, fast_accumulate=True),
 )
-# One scale per row of the canonical form, a power of two by default there and here. E4M3 everywhere, as torchao does, since a
-# row's range is small.
+# One scale per row of each operand [outer, contracted], a power of two by default in torchao and
+# here. E4M3 everywhere, as in torchao, since a row's range is small.
 FP8_ROW = _uniform("fp8-row", Cast(format=E4M3, tile=(1, WHOLE), scale=POW2), fast_accumulate=True)
 INT8_ROW = _uniform("int8", Cast(format=INT8, tile=(1, WHOLE)))
-# OCP MX: 1x32 tiles along the contracted axis. E8M0 scales are rounded up ("RCEIL"), not down as in the OCP text: rounding down
-# saturates the top of a tile and was seen to diverge in training (arXiv 2506.08027). E4M3 for all six operands, as
-# TransformerEngine and torchao train.
+# OCP MX: 1x32 tiles along the contracted axis. E8M0 scales are rounded up ("RCEIL"), not down as in
+# the OCP text: rounding down saturates the top of a tile and was seen to diverge in training (arXiv
+# 2506.08027). E4M3 for all six operands, as in TransformerEngine and torchao.
 MXFP8 = _uniform("mxfp8", Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL))
 
-# DeepSeek-V3's tiles: 1x128 along the contracted axis, 128x128 for weights so that one copy serves both products. E4M3 for
-# gradients too: with tiles this small the range of E5M2 is not needed (DeepSeek-V3, MX papers). A user of TransformerEngine saw
-# the hybrid match bfloat16 better (its issue 2754); to try it, replace the format of the two `lhs` casts of grad_input and
-# grad_weight by E5M2. Power-of-two scales, so that decoding is exact in bfloat16. Split accumulation in all three products, as in
+# DeepSeek-V3's tiles: 1x128 along the contracted axis, 128x128 for weights so that one copy serves
+# both GEMMs. E4M3 for gradients too: tiles this small do not need the range of E5M2 (DeepSeek-V3,
+# MX papers). A user of TransformerEngine saw the hybrid match bfloat16 better (its issue 2754); to
+# try it, replace the format of the two `lhs` casts of grad_input and grad_weight by E5M2.
+# Power-of-two scales make decoding exact in bfloat16. Split accumulation in all three GEMMs, as in
 # TransformerEngine and DeepGEMM.
 _VECTOR = Cast(format=E4M3, tile=(1, 128), scale=POW2)
 _SQUARE = Cast(format=E4M3, tile=(128, 128), scale=POW2)
@@ -111,15 +117,17 @@ FP8_BLOCK = Recipe(
 
 # "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149): E2M1 in tiles of 16, e4m3 scales, one float32 above them.
 #
-# As there: weights in 16x16, so that forward and backward see the same numbers; activations 1x16; both rounded to nearest, since
-# stochastic rounding of them diverges (appendix E.3). Gradients are rounded stochastically in both products that read them. A
-# Hadamard rotation of 16 with TransformerEngine's fixed signs in grad_weight alone: elsewhere it did harm (E.4.1). The last 15 %
-# of the blocks stay in bf16 (E.2), heads too.
+# As in the paper: weights in 16x16, so that forward and backward use the same values; activations
+# in 1x16; both rounded to nearest, since stochastic rounding of them diverges (appendix E.3).
+# Gradients are rounded stochastically in both GEMMs that read them. A Hadamard rotation of 16 with
+# TransformerEngine's fixed signs is in grad_weight alone: elsewhere it degrades the loss (E.4.1).
+# The last 15 % of the blocks stay in bf16 (E.2), and so do the heads.
 #
-# Ours: the scales of stochastic casts are rounded up, not to nearest, which lets 3 % of the elements pass 6, saturate, and bias
-# the gradient. A head-room of 17/16 would cure that for ordinary tiles only, at a larger variance. They are valid NVFP4 scales. x
-# is kept as it is: it is rotated and tiled along another axis for grad_weight, and 4-bit codes of that are one `replace` away
-# (save="quantized").
+# Changed here: the scales of stochastic casts are rounded up, not to nearest. Rounding to nearest
+# lets 3 % of the elements exceed 6, saturate, and bias the gradient. A headroom of 17/16 would cure
+# that for ordinary tiles only, at a larger variance. Scales rounded up are valid NVFP4 scales. x is
+# saved as it is: grad_weight rotates it and tiles it along another axis. Saving 4-bit codes of that
+# is one `replace` away (save="quantized").
 _NV_VECTOR = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
 _NV_SQUARE = Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL)
 _NV_GRADIENT = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic")
@@ -131,17 +139,21 @@ NVFP4 = Recipe(
     wide_blocks=WideBlocks(),
 )
 
-# OCP MXFP4: E2M1 in 1x32 tiles with powers of two, all six operands, after Hadamard rotations.
+# OCP MXFP4: E2M1 in 1x32 tiles with power-of-two scales, all six operands, after Hadamard
+# rotations.
 #
-# Backward as "Training LLMs with MXFP4" (arXiv 2502.20586): blocks of 64 with new random signs at every product, so that outliers
-# spread; stochastic rounding of both operands with a head-room of 4/3 (its 3/4 before, 16/9 after), because scales rounded down
-# saturate up to a quarter of the range and so bias the gradient. E8M0_CEIL without head-room is as good: over amax its scales are
-# distributed alike, and its error is the same.
+# Backward follows "Training LLMs with MXFP4" (arXiv 2502.20586): blocks of 64 with new random signs
+# at every GEMM, so that outliers spread; stochastic rounding of both operands with a headroom of
+# 4/3 (the paper's 3/4 before, 16/9 after). Headroom is needed because scales rounded down saturate
+# up to a quarter of the range and so bias the gradient. E8M0_CEIL without headroom is as good:
+# relative to amax its scales have the same distribution, and its error is the same.
 #
-# Forward in 4 bits too, which the paper leaves in 8 or 16, hence the name without a qualifier: rounded to nearest after a fixed
-# rotation of 32, as in Quartet (arXiv 2505.14669), but with scales rounded up. In a language model of 0.1 M parameters (one seed,
-# 200 steps, noise of 0.02) it was 0.000 nats from MXFP8 forward, scales rounded down 0.018, and Quartet's clipped-RMS scale,
-# without its clip masks, 0.044. The paper's forward is `MXFP4.with_gemm(output=MXFP8.output)`.
+# Forward is in 4 bits too, hence the name without a qualifier; the paper leaves it in 8 or 16. It
+# is rounded to nearest after a fixed rotation of 32, as in Quartet (arXiv 2505.14669), but with
+# scales rounded up. In a language model of 0.1 M parameters (one seed, 200 steps, noise of 0.02)
+# the loss was 0.000 nats from that of an MXFP8 forward; with scales rounded down 0.018, and with
+# Quartet's clipped-RMS scale, without its clip masks, 0.044. The paper's forward is
+# `MXFP4.with_gemm(output=MXFP8.output)`.
 _MX_FORWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
 _MX_BACKWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3)
 _MX_GRADIENT = Gemm(lhs=_MX_BACKWARD, rhs=_MX_BACKWARD, rotate=Hadamard(block=64, signs="random"))
@@ -161,17 +173,28 @@ def _int4(
     grad_weight: Cast,
     sample: LeverageScore | None = None,
 ) -> Recipe:
-    """Training Transformers with 4-bit Integers (arXiv 2306.11987): x and w in INT4 after a rotation, straight-through.
+    """INT4 recipes after arXiv 2306.11987: x and w in INT4, straight-through backward.
 
-    HQ: both operands of `output` turned by a Hadamard matrix in blocks of 32 (the block that the paper finds most often;
-    `calibrate_blocks` in benchmarks/hadamard_blocks.py chooses it per layer). BS: the gradient in two INT4 digits, 197 levels. LSS:
-    leverage scores.
+    The paper is "Training Transformers with 4-bit Integers".
 
-    Where we differ from the paper: levels -7 ... 7 as printed (its code has -8); no clipping of digits, which biases the code's
-    gradients by up to 8 %; the split gradient has a scale per row of each product, which its epilogue multiplies by, instead of
-    one for all; rows are sampled before the split (`nn.leverage_score` says why). "int4-hq-bs" takes its steps from the spread
-    of the tensor, which has 2.4 times less error than LSQ's first step, needs no state, and is the better default for language
-    models; sampling pays where gradients are heavy-tailed, as in fine-tuning, so "int4-hq-lss" decides per layer.
+    HQ   both operands of `output` are rotated by a Hadamard matrix in blocks of 32, the block that
+         the paper finds most often (`calibrate_blocks` in benchmarks/hadamard_blocks.py chooses it
+         per layer)
+    BS   bit splitting: the gradient in two INT4 digits, 197 levels
+    LSS  leverage score sampling
+
+    Differences from the paper:
+
+    - Levels are -7 ... 7 as printed; the paper's code has -8.
+    - Digits are not clipped. Clipping biases the gradients of the paper's code by up to 8 %.
+    - The split gradient has a scale per row of each GEMM, applied in the epilogue, instead of one
+      scale.
+    - Rows are sampled before the split (reason in `nn.leverage_score`).
+
+    "int4-hq-bs" sets its steps from the root mean square of the tensor. That has 2.4 times less
+    error than LSQ's first step, needs no state, and is the better default for language models.
+    Sampling pays where gradients are heavy-tailed, as in fine-tuning, so "int4-hq-lss" decides per
+    layer.
     """
     return Recipe(
         name=name,
@@ -186,8 +209,10 @@ def _int4(
 _RMS = Cast(format=INT4, calibrate=ClippedRms())
 _LSQ = Cast(format=INT4, calibrate=LearnedStep())
 _SPLIT = Cast(format=INT4X2, tile=(1, WHOLE), rounding="stochastic")
-# LUQ (arXiv 2112.10769) done right: stochastic rounding between powers of two is linear in the value, so it is that of a format
-# with three exponent bits and no mantissa; alpha is max / 2**6, and nothing clips.
+# LUQ (arXiv 2112.10769), without the natural logarithm in its official code, which makes gradients
+# 10 % too small (docs/log.md). Stochastic rounding between powers of two is linear in the value, so
+# LUQ equals stochastic rounding to a format with three exponent bits and no mantissa; alpha is
+# max / 2**6, and nothing clips.
 _LUQ = Cast(format=E3M0, rounding="stochastic")
 _SR = Cast(format=INT4, rounding="stochastic")
 _TOKENS = Cast(format=INT4, tile=(1, WHOLE), rounding="stochastic")
@@ -203,12 +228,13 @@ ALL: tuple[Recipe, ...] = (
     INT4_HQ_BS, INT4_HQ_LSS, INT4_LSQ_LUQ, INT4_MINMAX_SR, INT4_ROW_SR, NVFP4, MXFP4,
 )  # fmt: skip
 
-# A recipe that is bad on purpose. A study trains it beside the others and judges nothing unless it sees that
-# this one is worse (a positive control, `diagnose.sensitivity`). grad_output keeps -1, 0 and 1 times its
-# amax; nearest rounding drops every element below half of that, so most of the learning signal is gone.
-# The forward pass is that of bf16: a model that learns nothing has the losses of bf16 and is told from no
-# other recipe. Dead forward products would be told from bf16 by rounding alone, before any learning.
-# Not in ALL: nobody should train with it. Codes lie in int8, so every kernel of integers takes them.
+# A recipe that is bad on purpose (a positive control, `diagnose.sensitivity`). A study trains it
+# beside the others and gives no verdict unless it detects that this recipe is worse. grad_output
+# takes the values -1, 0 and 1 times its amax; nearest rounding drops every element below half of
+# amax, so most of the learning signal is gone. The forward pass is bf16's, so a model that learns
+# nothing has bf16's losses and is distinguishable from no other recipe. With a broken forward pass,
+# rounding alone would give the control away before any learning. Not in ALL: nobody should train
+# with it. Its codes are stored in int8, so every integer kernel works.
 _TERNARY = Cast(format=replace(INT8, name="ternary", max=1))
 POSITIVE_CONTROL = replace(
     BF16,
@@ -219,11 +245,12 @@ POSITIVE_CONTROL = replace(
 
 
 def names() -> tuple[str, ...]:
-    """The names of all recipes that are meant to be trained with."""
+    """Names of all recipes that are meant for training."""
     return tuple(recipe.name for recipe in ALL)
 
 
-# Shorthand -> the recipe that we recommend for the format, and why. The same on all hardware: what differs is where it runs.
+# Shorthand -> (recommended recipe for the format, reason). The same on all hardware: only the
+# backend differs.
 SHORTHANDS: dict[str, tuple[str, str]] = {
     "fp8": ("fp8-current", "native from compute capability 8.9 on, needs no state, emulated exactly elsewhere"),
     "int4": (
@@ -233,24 +260,31 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
 }
 
 
-# What `convert` takes in place of a recipe: for each Linear the fastest of bf16 and the FP8 recipes at its sizes (conversion/auto.py).
+# Accepted by `convert` in place of a recipe: picks for each Linear the fastest of bf16 and the FP8
+# recipes at its sizes (conversion/auto.py).
 AUTO = "auto"
 AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-current at its sizes, by a measurement"
 
 
 def get(name: str) -> Recipe:
-    """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for.
+    """The recipe called `name`, or the recipe behind a shorthand ("fp8", "int4").
 
-    Also POSITIVE_CONTROL, which `names` leaves out. Raises ConfigError with the closest name.
+    Also finds POSITIVE_CONTROL, which `names` omits. Raises ConfigError with the closest name.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.")
+        raise ConfigError(
+            f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.", code="recipes.not-a-name"
+        )
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     if name == AUTO:
         raise ConfigError(
-            "recipes.get: 'auto' is no recipe but a choice among them for each layer. Give it to convert(), or to train as --recipe."
+            "recipes.get: 'auto' is no recipe but a choice among them for each layer. Give it to convert(), or to train as --recipe.",
+            code="recipes.auto",
         )
     for recipe in (*ALL, POSITIVE_CONTROL):
         if recipe.name == name:
             return recipe
-    raise ConfigError(f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.")
+    raise ConfigError(
+        f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.",
+        code="recipes.unknown",
+    )

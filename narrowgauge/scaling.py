@@ -1,49 +1,54 @@
-"""Tiles, the pieces of a matrix that share a scale, and scale rules: from the largest magnitude of a tile to its scale.
+"""Tiles, the pieces of a matrix that share a scale, and the rules from a tile's amax to its scale.
 
-One direction everywhere: x ~= decode(codes) * scale. Elements are multiplied by its reciprocal, rounded once to
-float32: codes = encode(x * (1 / scale)). A division per element costs a GPU as much as all the rest of a cast; this is off by at most
-one and a half units of float32, which moves a code only next to a tie.
+One direction everywhere: x ~= decode(codes) * scale. Elements are multiplied by the reciprocal of
+the scale, rounded once to float32: codes = encode(x * (1 / scale)). A division per element would
+cost a GPU as much as the rest of the cast. The reciprocal is off by at most one and a half units in
+the last place of float32, which moves a code only next to a tie.
 
     FP32             amax / max
     POW2             the smallest power of two >= amax / max: nothing saturates
-    E8M0_CEIL        the same, kept within what an 8-bit exponent holds ("RCEIL" in the MX literature)
-    E8M0_FLOOR       2 ** (floor(log2 amax) - floor(log2 max)), OCP MX v1.0 section 6.3: the top of a tile may saturate
-    E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4: the top of a tile may saturate
+    E8M0_CEIL        the same, within the range of an 8-bit exponent ("RCEIL" in the MX literature)
+    E8M0_FLOOR       2 ** (floor(log2 amax) - floor(log2 max)), OCP MX v1.0 section 6.3: the top of
+                     a tile may saturate
+    E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4: the top of a
+                     tile may saturate
     E4M3_TWO_LEVEL_CEIL   the same, the e4m3 number rounded up: nothing saturates
 
-    amax              FP32                POW2, E8M0_CEIL     E8M0_FLOOR          E4M3_TWO_LEVEL (_CEIL)
-    0 or subnormal    1                   1                   1                   0 (codes are zero)
-    NaN or infinity   NaN                 NaN                 NaN                 NaN
-    tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest (2**-9)
-    huge              at most 2**126      at most 2**126      at most 2**126      finite
+    amax              FP32            POW2, E8M0_CEIL  E8M0_FLOOR      E4M3_TWO_LEVEL (_CEIL)
+    0 or subnormal    1               1                1               0 (codes are zero)
+    NaN or infinity   NaN             NaN              NaN             NaN
+    tiny              >= smallest     >= smallest      >= smallest     0 below 2**-9, e4m3's minimum
+    huge              <= 2**126       <= 2**126        <= 2**126       finite
 
-A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers. Under the two-level
-rules the tile is the tensor, since all tiles share its float32.
+A scale of NaN makes the whole tile NaN, so a poisoned tensor stays visible and is never clipped to
+plausible values. Under the two-level rules it makes the whole tensor NaN, since all tiles share its
+float32.
 
-Two-level scales in the order of NVFP4 (arXiv 2509.25149, appendix C; torchao 0.18 to the bit), each step rounded to float32:
+Two-level scales follow the order of NVFP4 (arXiv 2509.25149, appendix C; bit-identical to torchao
+0.18), each step rounded to float32:
 
     whole   = max amax / (448 * max)                     the float32 of the tensor
     scale   = e4m3((amax / max) / whole)                 the number of a tile
-    codes   = encode(x * ((1 / whole) / scale))          a product with a rounded reciprocal, as the hardware computes it
+    codes   = encode(x * ((1 / whole) / scale))          rounded reciprocal, as in hardware
 
-e4m3's subnormals down to 2**-9 are used, as TransformerEngine does; torchao raises smaller scales to 2**-6, which quantizes tiles with an
-amax below 2**-14.8 of the tensor's more coarsely.
+e4m3's subnormals down to 2**-9 are used, as in TransformerEngine. torchao raises smaller scales to
+2**-6, which quantizes tiles with an amax below 2**-14.8 of the tensor's more coarsely.
 
-Powers of two are computed on the bits: exp2(floor(log2 x)) is wrong next to exact powers, and a quotient is not the same on every device
-(CUDA multiplies by the reciprocal of a constant divisor).
+`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that
+E8M0 could represent. At this scale float32's subnormals round to zero and no decoded value is
+subnormal, so flush-to-zero changes no result. It does not change a reciprocal either: scales end at
+2**126, where formats whose largest value is below 4 saturate.
 
-`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this scale float32's
-subnormals round to zero and no decoded value is subnormal, so that flush-to-zero changes no number. Nor does it change a reciprocal:
-scales end at 2**126, where formats whose largest value is below 4 saturate.
-
-A tile (a, b) on [outer, inner] takes a rows and b columns; -1 is a whole axis. With A = ceil(outer / a), B = ceil(inner / b):
+A tile (a, b) on [outer, inner] covers a rows and b columns; -1 is a whole axis. With
+A = ceil(outer / a), B = ceil(inner / b):
 
     scale      [A, B]
-    as_tiles   [A, a, B, b]; [outer, B, b] when a is 1; [outer, inner] when one scale serves everything or each row
-    per_tile   the scale as [A, 1, B, 1], [outer, B, 1] or [A, B], so that it broadcasts against as_tiles
+    as_tiles   [A, a, B, b]; [outer, B, b] if a is 1; [outer, inner] for one scale per tensor or row
+    per_tile   the scale as [A, 1, B, 1], [outer, B, 1] or [A, B], which broadcasts against as_tiles
 
-The three views exist for speed and for Inductor (2.13), whose CPU code is wrong where an index is divided by the size of a tile: loop
-splitting drops a vector tail, or fails an assertion (try_loop_split in codegen/cpp.py).
+The three views exist for speed and because Inductor (2.13) has a bug on CPUs: where an index is
+divided by the size of a tile, loop splitting drops a vector tail or fails an assertion
+(try_loop_split in codegen/cpp.py).
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ from torch import Tensor
 from narrowgauge.formats import E4M3, Format
 
 WHOLE = -1  # in a tile: the whole axis
-_ONE_SCALE = ((WHOLE, WHOLE), (1, WHOLE))  # tiles of the tensor, or of a row: there x needs no view of tiles
+# One scale per tensor or per row: x needs no view of tiles.
+_ONE_SCALE = ((WHOLE, WHOLE), (1, WHOLE))
 SMALLEST_NORMAL = 2.0**-126  # of float32
 LARGEST_SCALE = 2.0**126
 _MANTISSA = 23
@@ -69,11 +75,12 @@ _LARGEST_FINITE = 0x7F7FFFFF
 
 @dataclass(frozen=True, repr=False)
 class ScaleRule:
-    """A named rule. `function(amax, format)` takes float32 amax >= 0 of any shape and returns scales of that shape.
+    """A named rule that turns amax into a scale.
 
-    power_of_two  whether every scale is a power of two, so that multiplying by it loses nothing
-    two_level     whether a second, per-tensor scale multiplies the scales of the tiles; such a function takes the wanted
-                  scales relative to that one (see `two_level_scales`)
+    function      function(amax, format): float32 amax >= 0 of any shape -> scales of that shape
+    power_of_two  True if every scale is a power of two: multiplying by it is exact
+    two_level     True if a per-tensor scale multiplies the scales of the tiles. `function` then
+                  takes the desired scales relative to the per-tensor scale (see `two_level_scales`)
     """
 
     name: str
@@ -85,7 +92,7 @@ class ScaleRule:
         return self.name
 
     def __repr__(self) -> str:
-        """Without the address of a function: the same in every process."""
+        """Omits the address of the function, so that the text is the same in every process."""
         return f"ScaleRule({self.name!r})"
 
     def __call__(self, amax: Tensor, format: Format) -> Tensor:
@@ -93,7 +100,10 @@ class ScaleRule:
 
 
 def smallest_scale(format: Format) -> float:
-    """The smallest scale of a tile of `format`: a power of two; see the module for the reason."""
+    """The smallest scale of a tile of `format`, a power of two.
+
+    The module docstring gives the reason.
+    """
     exact = 2 * SMALLEST_NORMAL / format.smallest
     return 2.0 ** (_floor_log2(exact) + (math.frexp(exact)[0] > 0.5))
 
@@ -103,7 +113,10 @@ def _fp32(amax: Tensor, format: Format) -> Tensor:
 
 
 def ceil_carry(format: Format) -> int:
-    """What added to the bits of amax reaches the next exponent where amax has the larger mantissa than format.max."""
+    """Integer that, added to amax's bits, carries into the exponent where rounding up is needed.
+
+    The carry happens where amax has a larger mantissa than format.max.
+    """
     return _MANTISSA_BITS - int((2 * math.frexp(format.max)[0] - 1) * 2**_MANTISSA)
 
 
@@ -112,7 +125,12 @@ def _power_of_two_ceil(amax: Tensor, format: Format) -> Tensor:
 
 
 def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
-    """2 ** (floor(log2 amax) - floor(log2 max)), one more where adding `carry` to amax's bits reaches the exponent."""
+    """2 ** (floor(log2 amax) - floor(log2 max)), doubled where `carry` reaches the exponent.
+
+    carry  added to amax's bits; 0 for E8M0_FLOOR
+    """
+    # Computed on the bits: exp2(floor(log2 x)) is wrong next to exact powers of two. Infinity and
+    # NaN are clamped, so that adding the carry cannot overflow int32; `_guard` turns them into NaN.
     bits = amax.view(torch.int32).clamp(max=_LARGEST_FINITE) + carry
     exponent = (bits & _EXPONENT_BITS) - (_floor_log2(format.max) << _MANTISSA)
     lowest, highest = ((_floor_log2(power) + 127) << _MANTISSA for power in (smallest_scale(format), LARGEST_SCALE))
@@ -120,26 +138,31 @@ def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
 
 
 def two_level_scales(amax: Tensor, format: Format, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """(e4m3 numbers of the tiles, float32 of the tensor, 0-d) by a two-level rule; see the module.
+    """Scales of a two-level rule: (e4m3 numbers of the tiles, 0-d float32 of the tensor).
 
-    By the float32 the largest tile lands on e4m3's largest number.
+    The float32 places the largest tile at e4m3's largest number; the module docstring has the
+    equations.
     """
     if amax.numel() == 0:
         return rule(amax, format), amax.new_ones(())
     largest = amax.amax()
     whole = _quotient(largest, E4M3.max * format.max).clamp(min=smallest_scale(format) / E4M3.smallest)
     whole, wanted = _guard(whole, largest), _quotient(amax, format.max)
-    # Subnormals are zero here, whether or not the division flushes them: rounding up would make 2**-9 of what is left.
+    # Subnormals are set to zero, whether or not the division flushes them: rounding up would
+    # otherwise turn a surviving subnormal into 2**-9.
     return rule(torch.where(wanted < SMALLEST_NORMAL, 0.0, wanted) / whole, format), whole
 
 
 def _e4m3_relative(wanted: Tensor, format: Format) -> Tensor:
-    """wanted is the scale of a tile relative to the tensor's own (see `two_level_scales`); NaN passes through e4m3."""
+    """Round relative tile scales to e4m3; NaN passes through e4m3.
+
+    wanted  scale of a tile relative to the tensor's scale (see `two_level_scales`)
+    """
     return _guard(E4M3.round(wanted), wanted, when_zero=0.0)
 
 
 def _e4m3_relative_ceil(wanted: Tensor, format: Format) -> Tensor:
-    # Stochastic rounding whose noise is zero goes up wherever there is a fraction.
+    # Stochastic rounding with zero noise rounds up wherever there is a fraction.
     return _guard(E4M3.round(wanted, noise=torch.zeros_like(wanted)), wanted, when_zero=0.0)
 
 
@@ -149,7 +172,11 @@ def _guard(scale: Tensor, amax: Tensor, when_zero: float = 1.0) -> Tensor:
 
 
 def _quotient(amax: Tensor, divisor: float) -> Tensor:
-    """amax / divisor, correctly rounded to float32 even where the division is a multiplication by a float64 reciprocal."""
+    """amax / divisor, correctly rounded to float32.
+
+    float64, because CUDA multiplies by the reciprocal of a constant divisor, so a float32 quotient
+    would differ between devices.
+    """
     return (amax.to(torch.float64) / divisor).to(torch.float32)
 
 
@@ -167,13 +194,16 @@ RULES: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVE
 
 
 def to_exponents(scale: Tensor) -> Tensor:
-    """Powers of two, 2**-126 to 2**127, or NaN, float32 -> uint8 of the same shape: the exponent bits as they are, E8M0."""
-    # NaN has 0xFF there, which is E8M0's NaN.
+    """Convert power-of-two scales to E8M0: float32 -> uint8 of the same shape, the exponent bits.
+
+    scale  powers of two from 2**-126 to 2**127, or NaN
+    """
+    # NaN has exponent bits 0xFF, which is E8M0's NaN.
     return ((scale.contiguous().view(torch.int32) >> _MANTISSA) & 0xFF).to(torch.uint8)
 
 
 def from_exponents(exponents: Tensor) -> Tensor:
-    """The float32 scales that `to_exponents` was given."""
+    """Convert E8M0 exponents back to float32 scales; the inverse of `to_exponents`."""
     scale = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
     return torch.where(exponents == 0xFF, float("nan"), scale)
 
@@ -185,13 +215,13 @@ def tile_sizes(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]
 
 
 def scale_shape(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
-    """Scales per axis: ceil(length / tile)."""
+    """Number of scales along each axis: ceil(length / tile)."""
     outer, inner = tile_sizes(shape, tile)
     return -(-shape[0] // outer), -(-shape[1] // inner)
 
 
 def filled_up(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """x [outer, inner] with zeros added at the ends, so that whole tiles cover it; x itself if they do."""
+    """x [outer, inner] padded with zeros to whole tiles; x itself if the tiles divide it."""
     if tile in _ONE_SCALE:
         return x
     a, b = tile_sizes(tuple(x.shape), tile)
@@ -200,7 +230,10 @@ def filled_up(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """A filled-up x as tiles, see the module. No copy if x is contiguous."""
+    """View of a padded x as tiles; the module docstring lists the shapes.
+
+    No copy if x is contiguous.
+    """
     if tile in _ONE_SCALE:
         return x
     a, b = tile_sizes(tuple(x.shape), tile)
@@ -210,24 +243,27 @@ def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def of_tiles(tiles: Tensor, full: Tensor, rows: int, columns: int) -> Tensor:
-    """[rows, columns]: what `as_tiles` made of `full`, without what filled it up."""
+    """Inverse of `as_tiles`: [rows, columns] without the padding.
+
+    full  the padded tensor that `as_tiles` was called on; only its shape is used
+    """
     found = tiles.reshape(full.shape)
     if not torch.compiler.is_compiling() or found.shape == (rows, columns):
         return found[:rows, :columns]
-    # Inductor (2.13) splits a loop over part of a tile where it divides the index by the tile's size, and then drops what is left of a
-    # vector. It computes what is cut out by strides as a whole.
+    # Inductor (2.13) splits a loop over part of a tile where it divides the index by the tile's
+    # size, and then drops the remainder of a vector. A cut by strides is computed as a whole.
     return found.contiguous().as_strided((rows, columns), (found.shape[1], 1))
 
 
 def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
-    """scale [A, B], so shaped that it broadcasts against `as_tiles` of the same tile."""
+    """View of scale [A, B] that broadcasts against `as_tiles` of the same tile."""
     if tile in _ONE_SCALE:
         return scale
     return scale[:, :, None] if tile[0] == 1 else scale[:, None, :, None]
 
 
 def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
-    """values [outer, inner] times their tile's scale, in the dtype of values."""
+    """values [outer, inner] times the scale of their tile, in the dtype of values."""
     full = filled_up(values, tile)
     scaled = as_tiles(full, tile) * per_tile(scale, tile).to(values.dtype)
     return of_tiles(scaled, full, values.shape[0], values.shape[1])

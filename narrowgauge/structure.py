@@ -1,18 +1,21 @@
-"""What can be read off a model's structure: layers that a pattern names, Transformer blocks, weights that no Linear holds.
+"""Model structure: name patterns, Transformer blocks, and weights outside Linears.
 
 Patterns of dotted names are shell wildcards and ranges of numbers:
 
     "*.mlp.*"          wildcards over the whole name; `*` crosses dots
-    "mlp.up_proj"      without a leading `*` it also matches the end of a name, from a dot on: "model.layers.0.mlp.up_proj"
+    "mlp.up_proj"      without a leading `*` it also matches the end of a name, from a dot on:
+                       "model.layers.0.mlp.up_proj"
     "layers.0-3"       a part of the form A-B stands for the numbers from A to B, both included
 
-Weights that are no Linear's but are multiplied as one, which `convert` cannot give a recipe and `describe` lists:
+Weights outside nn.Linear that are used in a matmul. `convert` cannot give them a recipe; `describe`
+lists them:
 
-    Conv1D of transformers            y = x @ weight + bias, weight [in, out]: GPT-2 and its kin
-    nn.MultiheadAttention             q, k and v of one weight [3 E, E], or of three where kdim or vdim differ
-    experts in one parameter          [experts, ...]: the mixtures of experts of transformers 5
+    Conv1D of transformers       y = x @ weight + bias, weight [in, out]: GPT-2 and related models
+    nn.MultiheadAttention        q, k and v in one weight [3 E, E], or in three if kdim or vdim
+                                 differ
+    experts in one parameter     [experts, ...]: the mixtures of experts of transformers 5
 
-Left out: convolutions, recurrent layers and embeddings, which are other operations.
+Convolutions, recurrent layers and embeddings are other operations and are skipped.
 """
 
 from __future__ import annotations
@@ -34,26 +37,28 @@ from narrowgauge.errors import ConfigError
 
 
 def require_module(model: object, verb: str) -> None:
-    """Raises ConfigError in the name of `verb` for what is no model."""
+    """Raise ConfigError if `model` is not an nn.Module. verb: function named in the message."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.")
+        raise ConfigError(
+            f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.", code="convert.not-a-module"
+        )
 
 
 # --- Patterns ---
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
-MOST_NUMBERS = 100_000  # of a range; more is a slip of the pen
+MOST_NUMBERS = 100_000  # numbers in a range; a longer one is a typing error
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether `pattern` means the dotted `name`."""
+    """True if the pattern matches the dotted name."""
     whole = expanded(pattern)
     ends = [f"*.{each}" for each in whole if not each.startswith("*")]
     return any(fnmatchcase(name, each) for each in (*whole, *ends))
 
 
 def expanded(pattern: str) -> list[str]:
-    """The pattern without ranges: "layers.0-2.mlp" -> ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"].
+    """Expand ranges: "layers.0-2.mlp" -> ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"].
 
     Raises ConfigError for a range that runs backwards.
     """
@@ -67,18 +72,19 @@ def expanded(pattern: str) -> list[str]:
         if not first <= last < first + MOST_NUMBERS:
             raise ConfigError(
                 f"pattern {pattern!r}: the range {part!r} runs from {first} to {last}. "
-                f"Write the smaller number first, and at most {MOST_NUMBERS:,} numbers."
+                f"Write the smaller number first, and at most {MOST_NUMBERS:,} numbers.",
+                code="pattern.range",
             )
         parts.append([str(number) for number in range(first, last + 1)])
     return [".".join(chosen) for chosen in itertools.product(*parts)]
 
 
-# --- Transformer blocks: the numbered layer lists. A recipe may leave some of them in 16 bits (`recipe.WideBlocks`) ---
+# --- Transformer blocks: the numbered layer lists. A recipe may leave some in 16 bits ---
 
 
 @dataclass(frozen=True)
 class Block:
-    """Where a layer stands: block `index` (from 0) of `count` in the list called `stack`."""
+    """Position of a layer: block `index` (from 0) of `count` in the list called `stack`."""
 
     stack: str
     index: int
@@ -89,10 +95,11 @@ class Block:
 
 
 def blocks(model: nn.Module) -> dict[str, Block]:
-    """Name of each Linear that stands in a block -> its block.
+    """Name of each Linear inside a block -> its block.
 
-    A stack is a ModuleList, or a Sequential of modules of one class, whose members all hold Linears without being one. Of
-    nested ones the outermost counts: the experts inside a block are no blocks.
+    A stack is a ModuleList, or a Sequential of modules of one class. Each of its members must
+    contain Linears and must not be a Linear. Only the outermost of nested stacks counts: the
+    experts inside a block are not blocks.
     """
     found: dict[str, Block] = {}
     for stack, members in outermost(model, _is_stack):
@@ -104,7 +111,10 @@ def blocks(model: nn.Module) -> dict[str, Block]:
 
 
 def outermost(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """(name, members by their own names) of each stack that stands in no other; a shared one once, under its first name."""
+    """Yield (name, {child name: module}) of each stack that is not nested in another stack.
+
+    named_modules visits a shared module once, under its first name.
+    """
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(not stack or f"{name}.".startswith(f"{stack}.") for stack in found)
@@ -123,7 +133,7 @@ def _is_stack(module: nn.Module) -> bool:
     return holding == members and not any(isinstance(member, nn.Linear) for member in members)
 
 
-# --- Weights that no Linear holds, or that are read without calling it ---
+# --- Weights outside Linears, or used without calling the Linear ---
 
 _CONV1D = "transformers' Conv1D is no nn.Linear: replace it by one with the transposed weight"
 _ATTENTION = "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear"
@@ -133,9 +143,9 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts")
 
 
 def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(dotted name, shape, why it stays, in words) of each weight that `module` itself multiplies as a Linear would.
+    """Yield (dotted name, shape, reason) of each weight that `module` itself uses in a matmul.
 
-    name  of the module in its model; the weight of a Conv1D is called by it
+    name  dotted name of the module in its model; the weight of a Conv1D is listed under it
     """
     prefix = f"{name}." if name else ""
     if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
@@ -155,7 +165,10 @@ def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:
-    """By its name, its class, or a number of experts; not the convolutions in it, whose weights have three axes as well."""
+    """True if the name, the class name or an attribute marks the module as a container of experts.
+
+    Convolutions are excluded, because their weights have three axes as well.
+    """
     if isinstance(module, nn.modules.conv._ConvNd):
         return False
     named = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
@@ -172,26 +185,37 @@ _SETTINGS = (
 
 
 def read_weights(owner: nn.Module) -> frozenset[str]:
-    """Children of `owner` by whose weight its class's `forward` multiplies itself, as F.linear(x, self.child.weight) does.
+    """Children of `owner` whose weight its `forward` uses directly in a matmul.
 
-    By structure: it may also call the child, in another branch. A branch counts unless the module's own settings switch it off, as
-    `if self.pretraining_tp > 1` does in BLOOM. Empty where there is no source.
+    Example: F.linear(x, self.child.weight).
+
+    Found in the source of `forward`, which may also call the child in another branch. A branch
+    counts unless the module's own settings switch it off, as `if self.pretraining_tp > 1` in BLOOM.
+    Empty if the source is not available.
     """
     found = _read_weights(type(owner).forward)
     return frozenset(child for child, tests in found if all(_may_be(test, wanted, owner) for test, wanted in tests))
 
 
 def _may_be(test: str, wanted: bool, owner: nn.Module) -> bool:
-    """Whether a condition on the settings of a module may be true (wanted) or false. One that cannot be computed may."""
+    """True if a condition on a module's settings may evaluate to `wanted`.
+
+    A condition that cannot be evaluated counts as possible.
+    """
     try:
+        # eval is safe here: `_is_setting` admits only attributes of self, constants and
+        # comparisons.
         return bool(eval(test, {"__builtins__": {}}, {"self": owner})) is wanted
-    except Exception:  # of another class, or not yet set
+    except Exception:  # an attribute of another class, or not yet set
         return True
 
 
 @cache
 def _read_weights(forward: Callable[..., Any]) -> frozenset[tuple[str, tuple[tuple[str, bool], ...]]]:
-    """(child, conditions on settings of the module under which its weight is multiplied) of a forward method."""
+    """(child, conditions) for each child weight that a forward method uses in a matmul.
+
+    The conditions are (test, value) pairs on the module's settings under which the branch runs.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -206,6 +230,8 @@ def _read_weights(forward: Callable[..., Any]) -> frozenset[tuple[str, tuple[tup
                     visit(statement, (*tests, (test, wanted)))
             return
         for operand in _operands(node):
+            # unparse normalizes the source, so that one regex covers every way to write the
+            # attribute.
             if (match := _READ.match(ast.unparse(operand))) is not None:
                 found.add((match[1], tests))
         for each in ast.iter_child_nodes(node):
@@ -216,7 +242,10 @@ def _read_weights(forward: Callable[..., Any]) -> frozenset[tuple[str, tuple[tup
 
 
 def _is_setting(test: ast.expr) -> bool:
-    """Whether a condition depends on attributes of `self` and constants alone, and not on the mode, which changes."""
+    """True if a condition reads only attributes of `self` and constants.
+
+    `self.training` is excluded, because the mode changes.
+    """
     nodes = list(ast.walk(test))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     modes = any(isinstance(node, ast.Attribute) and node.attr == "training" for node in nodes)
@@ -224,26 +253,26 @@ def _is_setting(test: ast.expr) -> bool:
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
-    """What a matrix product multiplies; nothing of another node."""
+    """Operands of a matmul node; [] for other nodes."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         return [*node.args, *(each.value for each in node.keywords)] if name in _PRODUCTS else []
     return [node.left, node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) else []
 
 
-# What DDP, FSDP, torch.compile and activation checkpointing put into the names of what they wrap.
+# Name parts that DDP, FSDP, torch.compile and activation checkpointing insert.
 WRAPPERS = frozenset(("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
 
 
-# Names that recipes add to a state dict.
+# Names that recipes add to a state dict: amax histories, learned steps, and sampling statistics.
 ADDED = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")
 
 
 def is_weight(name: str) -> bool:
-    """Of a tensor of a state dict: whether an unconverted model has it too."""
+    """True if a tensor of a state dict also exists in the unconverted model."""
     return not ADDED.search(name)
 
 
 def plain_name(name: str) -> str:
-    """The name of a layer or parameter without what wrappers add to it: the same however the model is wrapped."""
+    """Name of a layer or parameter without the parts that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

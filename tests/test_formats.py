@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,6 +52,7 @@ from tests.oracles import (
     round_half_away,
     values_by_ml_dtypes,
 )
+from tests.raising import raises
 
 ELEMENTS = tuple(format for format in formats.ALL if format is not E8M0)
 FLOATS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1)
@@ -266,7 +266,7 @@ def test_e8m0_at_its_edges():
     x = from_bits([0x00000000, 0x80000000, 0x00000001, 0x00600000, 0x00600001, 0x7F7FFFFF, 0x7F800000])
     assert E8M0.encode(x).tolist() == [0, 0, 0, 0, 1, 254, 254]
     assert (E8M0.encode(from_bits([0x80000001, 0xBF800000, 0xFF800000, 0x7FC00000])) == 255).all()
-    with pytest.raises(ConfigError, match=r"no stochastic rounding\. Leave out noise"):
+    with raises(ConfigError, "format.noise", "e8m0"):
         E8M0.encode(torch.ones(1), torch.zeros(1))
 
 
@@ -474,9 +474,9 @@ def test_the_search_itself_notices_a_wrong_neighbour():
 def test_formats_are_found_by_name():
     assert all(formats.get(format.name) is format and str(format) == format.name for format in formats.ALL)
     assert len(set(formats.NAMES)) == len(formats.ALL) and set(ML_DTYPES) < set(formats.NAMES)
-    with pytest.raises(ConfigError, match=r"no format 'e4m3fn'\. Closest: 'e4m3'"):
+    with raises(ConfigError, "formats.unknown", "'e4m3fn'", "'e4m3'"):
         formats.get("e4m3fn")
-    with pytest.raises(ConfigError, match="e4m3, e5m2"):
+    with raises(ConfigError, "formats.unknown", "'quaternion'", "e4m3, e5m2"):
         formats.get("quaternion")
 
 
@@ -489,7 +489,7 @@ def test_formats_are_values(format):
 
 @pytest.mark.parametrize("levels", [(0.0, 1.0), (1.0, 0.0, 2.0, 3.0), (0.0, 0.0, 1.0, 2.0)], ids=str)
 def test_a_table_needs_distinct_ascending_levels(levels):
-    with pytest.raises(ConfigError, match=r"2-bit table needs 4 distinct levels in ascending order"):
+    with raises(ConfigError, "format.levels", len(levels), 4):
         TableFormat(name="odd", bits=2, max=1, storage=torch.uint8, levels=levels)
 
 
@@ -566,17 +566,17 @@ def test_codes_above_the_largest_are_no_numbers():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code", "values"),
     [
-        ({"reserved": 0, "has_nan": False}, "max is 15.5, but its largest code, with 0 reserved above it, means 31"),
-        ({"max": 15.0}, "max is 15, but its largest code, with 16 reserved above it, means 15.5"),
-        ({"bits": 7}, "7 bits with exponent = 3, mantissa = 4"),
-        ({"reserved": 127}, "codes other than zero must be left"),
-        ({"reserved": 0, "max": 31}, "has_nan without a code for it"),
+        ({"reserved": 0, "has_nan": False}, "format.max", (15.5, 0, 31)),
+        ({"max": 15.0}, "format.max", (15, 16, 15.5)),
+        ({"bits": 7}, "format.bits", (7, 3, 4)),
+        ({"reserved": 127}, "format.bits", (127,)),
+        ({"reserved": 0, "max": 31}, "format.nan", ("e3m4",)),
     ],
 )
-def test_a_format_whose_codes_do_not_fit_is_refused(changes, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_a_format_whose_codes_do_not_fit_is_refused(changes, code, values):
+    with raises(ConfigError, code, *values):
         replace(E3M4, **changes)
 
 

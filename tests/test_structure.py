@@ -6,6 +6,7 @@ import pytest
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.structure import expanded, matches
+from tests.raising import raises
 
 
 @pytest.mark.parametrize(
@@ -35,5 +36,5 @@ def test_a_range_is_each_of_its_numbers():
 
 @pytest.mark.parametrize("pattern", ["layers.3-1", "layers.0-99999999"])
 def test_a_range_that_makes_no_sense_is_refused(pattern):
-    with pytest.raises(ConfigError, match="the range"):
+    with raises(ConfigError, "pattern.range"):
         expanded(pattern)

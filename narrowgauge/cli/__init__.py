@@ -1,7 +1,10 @@
-"""The command line. Each verb is a file with a function of its name, imported when it is called.
+"""The command line.
 
-This file needs the standard library alone, so `narrowgauge --help` imports neither cyclopts, rich nor torch (docs/dependencies.md).
-`main` turns errors, Ctrl-C and a closed pipe into exit codes (errors.py).
+Each verb is a module with a function of the same name, imported when it is called.
+
+This module needs the standard library alone, so `narrowgauge --help` imports neither cyclopts, rich
+nor torch (docs/dependencies.md). `main` turns errors, Ctrl-C and a closed pipe into exit codes
+(errors.py).
 """
 
 import contextlib
@@ -37,15 +40,19 @@ VERBS = {
     "recipes": "List the recipes: which number format each matrix product uses.",
 }
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-EXIT_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, the code that a shell reports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. Expected errors print one line on standard error, no traceback."""
+    """Run the command line and return its exit code.
+
+    Expected errors print one line on standard error, without a traceback.
+    """
     for stream in (sys.stdout, sys.stderr):
         _never_fail_to_encode(stream)
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        # Flushed here, so that a full disk or a closed pipe raises inside this try and not at exit.
         if sys.stdout:
             sys.stdout.flush()
         return code
@@ -53,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = as_typed(str(error), sys.argv[1:] if arguments is None else arguments)
         return error.exit_code if _another_rank_says(error) else _fail(words, error.exit_code)
     except ModuleNotFoundError as error:
+        # A missing module of narrowgauge itself is a bug, not a missing extra: show the traceback.
         if (error.name or "narrowgauge").partition(".")[0] == "narrowgauge":
             raise
         return _fail(missing_package(error), ConfigError.exit_code)
@@ -71,11 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_typed(message: str, arguments: Sequence[str]) -> str:
-    """A message on settings, "key = value: ...", with the flag in the place of each key that was typed as one.
+    """Name settings by their flags in a message "key = value: ...", if they were typed as flags.
 
-    Errors name a setting by its key, as a file has it. Only here is it known which of them came from the command line.
+    Errors name a setting by its key in a TOML file. Only the command line knows which settings were
+    flags.
     """
     typed = {found[1].replace("-", "_") for each in arguments if (found := re.match(r"--([a-z0-9][a-z0-9-]*)", each))}
+    # The message may start with a rank, and name several settings before its colon.
     where = re.match(
         r"(?s)((?:rank \d+: )?)((?:[a-z_0-9]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)", message
     )
@@ -101,16 +111,23 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
-        raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
+        raise ConfigError(
+            f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}",
+            code="cli.command",
+        )
+    # Only the module of the called verb is imported: importing torch takes seconds.
     return _call(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
 
 def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
-    """Calls a verb with these arguments alone, or prints its help: its signature defines the flags, its docstring the help."""
+    """Call a verb with its arguments, or print its help.
+
+    The function's signature defines the flags, its docstring the help text.
+    """
     from cyclopts import App, CycloptsError, Group, Parameter, convert
 
     def strictly(type_: Any, tokens: Sequence[Any]) -> Any:
-        """As cyclopts, which would make 6 of 5.5."""
+        """cyclopts' own conversion, but refuses 5.5 for an int, which cyclopts would round."""
         texts = [token.value for token in tokens]
         if type_ is int and not all(re.fullmatch(r"[-+]?\d{1,40}", text) for text in texts):
             raise ValueError(f"{' '.join(texts)!r} is not a whole number")
@@ -125,10 +142,11 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     try:
         command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False, verbose=False)
     except CycloptsError as error:
+        # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
         stop = "" if words.endswith((".", "?")) else "."
-        raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.") from None
-    return int(command(*bound.args, **bound.kwargs) or 0)  # the help returns nothing
+        raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.", code="cli.arguments") from None
+    return int(command(*bound.args, **bound.kwargs) or 0)  # printing the help returns None
 
 
 def _help() -> str:
@@ -140,14 +158,17 @@ def _help() -> str:
 
 
 def _never_fail_to_encode(stream: object) -> None:
-    """Prints unencodable characters as escapes, for a C locale or a file name that is not UTF-8."""
+    """Print unencodable characters as escapes, for a C locale or a file name that is not UTF-8."""
     reconfigure = getattr(stream, "reconfigure", None)  # absent under pytest's capture and in notebooks
     if reconfigure:
         reconfigure(errors="backslashreplace")
 
 
 def _another_rank_says(error: NarrowgaugeError) -> bool:
-    """Whether this is one of several ranks of torchrun, and another has printed an error: that every setting is wrong is said once."""
+    """True if this is a rank of torchrun and another rank has already printed an error.
+
+    All ranks find the same wrong setting; one message is enough.
+    """
     if error.told or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     from narrowgauge.train import liveness
@@ -162,5 +183,9 @@ def _fail(message: object, code: int) -> int:
 
 
 def _forget_output() -> None:
-    """Prevents the interpreter's last flush into a closed pipe or full disk, which would print a traceback."""
+    """Redirect standard output to /dev/null.
+
+    The interpreter's last flush into a closed pipe or a full disk would otherwise print a
+    traceback.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""`narrowgauge blame RUN [--at STEP]`: which product of which layer is inaccurate, and whether that hurts."""
+"""`narrowgauge blame RUN [--at STEP]`: find inaccurate GEMMs of a run and confirm their effect."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def blame(
     device: Annotated[str, _flag("cpu, cuda or cuda:N; empty: as the run had it.")] = "",
     json: Annotated[bool, _flag("Print the answer as JSON.")] = False,
 ) -> int:
-    """Say which matrix products of a run are inaccurate, confirm it, and print the line that computes them in 16 bits.
+    """Find the inaccurate matrix products of a run, and print the setting that mends them.
 
-    Reads a checkpoint of the run and the batches that follow it. Nothing is written, and the run may not be training meanwhile.
+    Suspects are confirmed, and the printed setting computes them in 16 bits. Reads a checkpoint of
+    the run and the batches that follow it. Writes nothing. The run must not be training at the same
+    time.
 
     Parameters
     ----------
@@ -37,8 +39,10 @@ def blame(
         Folder of the run.
     """
     if min(at, steps, baseline) < 0:
-        raise ConfigError(f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.")
-    place.settings_of(run)  # before torch is imported
+        raise ConfigError(
+            f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.", code="blame.counts"
+        )
+    place.settings_of(run)  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.blame_checkpoint import blame_checkpoint
     from narrowgauge.train.console import tell
 

@@ -1,4 +1,4 @@
-"""`narrowgauge compare A B [...]`: runs and their branches on one axis, judged by a control among them."""
+"""`narrowgauge compare A B [...]`: compare the curves of runs and branches, judged by a control."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ from narrowgauge.errors import EXIT_CANNOT_TELL
 
 
 def compare(*runs: Path) -> int:
-    """Say whether runs that share batches, as a run and its branches, have the same curve.
+    """Say whether runs that share batches, such as a run and its branches, have the same curve.
 
     Parameters
     ----------
     runs
-        Folders; the first is compared with each of the others. Two that differ in micro_batches alone are the control.
+        Folders. The first is the reference; two that differ in micro_batches alone are the control.
     """
     from narrowgauge.diagnose import lineage
 

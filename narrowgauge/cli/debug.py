@@ -1,4 +1,4 @@
-"""`narrowgauge debug RUN --at STEP [--steps N]`: repeats a stretch of a run under one change after another, and says which mends it."""
+"""`narrowgauge debug RUN --at STEP`: replay steps of a run under one change after another."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,14 +18,14 @@ def debug(
     steps: Annotated[int, Parameter(help="Steps after it.")] = 100,
     device: Annotated[str, Parameter(help="auto, cpu, cuda or cuda:N; empty: that of the run.")] = "",
 ) -> int:
-    """Find out whether a run's trouble is its number format, and which change mends it.
+    """Find out whether the number format causes a fault of a run, and which change removes it.
 
     Parameters
     ----------
     run
-        Folder of the run. What is found goes to RUN/debug-STEP.json, .txt and .html; nothing else in it is touched.
+        Folder of the run. Only RUN/debug-STEP.json, .txt and .html are written.
     """
-    place.settings_of(run)  # before torch is imported
+    place.settings_of(run)  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.debug import debug as climb
 
     found = climb(run, at, steps, device)

@@ -1,4 +1,4 @@
-"""`narrowgauge evaluate RUN`: scores what a run has saved, by narrow products and by 16-bit ones."""
+"""`narrowgauge evaluate RUN`: score saved checkpoints with the run's recipe and in 16 bits."""
 
 import json as json_format
 from pathlib import Path
@@ -19,26 +19,28 @@ def evaluate(
     trust_task_code: bool = False,
     json: bool = False,
 ) -> int:
-    """Score the checkpoints of a run, narrow and in 16 bits, on its validation data or on tasks of lm-eval.
+    """Score the checkpoints of a run, with its recipe and in 16 bits.
+
+    Scores are measured on the run's validation data or on tasks of lm-eval.
 
     Parameters
     ----------
     run
         Folder of the run.
     tasks
-        Task files of lm-eval, or names that it knows, with commas; empty: the run's own validation data.
+        Task files of lm-eval, or names of its tasks, with commas; empty: the run's validation data.
     checkpoints
         newest, all, best, or steps with commas.
     dtype
-        Numbers of weights and activations: bfloat16, float16 or float32; empty: the run's own, and bfloat16 for tasks.
+        bfloat16, float16 or float32; empty: the run's own dtype, and bfloat16 for tasks.
     limit
-        Examples of each task, at most; 0: all.
+        Maximum number of examples of each task; 0: all.
     batch_size
         Examples of a task at a time.
     device
         auto, cpu, cuda or cuda:N.
     trust_task_code
-        Let task files run Python code of their own: functions beside them, metrics of other names, free templates.
+        Let task files run Python code: own functions, metrics with other names, free templates.
     json
         Print the result as JSON.
     """

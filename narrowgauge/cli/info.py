@@ -1,8 +1,8 @@
-"""`narrowgauge info`: what this machine computes natively, and what is emulated."""
+"""`narrowgauge info`: list the operations that this machine computes natively or emulates."""
 
 
 def info() -> int:
-    """Say what this machine computes natively, and what is emulated."""
+    """List the operations that this machine computes natively, and those that it emulates."""
     from narrowgauge.diagnose import machine
 
     print(machine.info())

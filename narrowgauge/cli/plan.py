@@ -1,6 +1,7 @@
-"""`narrowgauge plan [CONFIG] [FLAGS]`: what a run of these settings needs, by counting; the flags of `train`, and a few of its own.
+"""`narrowgauge plan [CONFIG] [FLAGS]`: estimate the memory and time of a run by tracing one step.
 
-An answer is kept in the user's cache: the same question again imports no torch. No run folder is written.
+Takes the flags of `train` and a few more. Answers are cached in the user's cache folder: repeating
+a question imports no torch. No run folder is written.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def plan(
 ) -> int:  # fmt: skip
     """Say what a run of `narrowgauge train` with these settings needs, before it runs.
 
-    Counted allocation by allocation under fake tensors: no GPU, no data and no weights are needed, and no run folder is written.
-    Exit code 0 if it fits or no card is named, 9 if it does not fit.
+    Every allocation is traced under fake tensors: no GPU, no data and no weights are needed, and no
+    run folder is written. Exit code 0 if the run fits or no card is named, 9 if it does not fit.
     """
     settings = configuration(config, given)
     if picture:
@@ -48,13 +49,16 @@ def plan(
 
         memory_picture.refuse(Path(picture))
     question = ["answer", cache.question_of(settings), card, memory, table, full]
+    # With no card named, the answer depends on the GPU of this machine, so it is cached only where
+    # no NVIDIA driver is loaded. Reading /proc costs nothing; asking torch would import it.
     may_be_kept = not measure and bool(card or memory or not DRIVER.exists())
     answer = cache.load(question) if may_be_kept else None
     if answer is None:
         refuse_unknown_recipes(settings)
         from narrowgauge.train.planning import command
 
-        gc.freeze()  # a collection would look through all that the imports made: a tenth of a count's time
+        # A collection would scan all objects of the imports: a tenth of the tracing time.
+        gc.freeze()
         try:
             with counting() as tell:
                 answer = command.answered(settings, card, memory, table=table, full=full, measure=measure, tell=tell)

@@ -1,15 +1,15 @@
-"""`narrowgauge recipes [NAME]`: the number format of each matrix product."""
+"""`narrowgauge recipes [NAME]`: print the number format of each matrix product."""
 
 LEGEND = "A cast reads: format, the tile that shares a scale, the rule of the scale. Products are lhs x rhs: see docs/recipes.md."
 
 
 def recipes(name: str = "", /) -> int:
-    """Say which number format each recipe gives to the operands of a Linear's three matrix products.
+    """List the number formats of the operands of a Linear's matrix products, for each recipe.
 
     Parameters
     ----------
     name
-        One recipe; all of them without it.
+        A recipe. All recipes if it is left out.
     """
     from narrowgauge import recipes as registry
 

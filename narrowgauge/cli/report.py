@@ -1,4 +1,4 @@
-"""`narrowgauge report [RUN ...]`: writes RUN/report.html, or one page on several runs or a study."""
+"""`narrowgauge report [RUN ...]`: write RUN/report.html, or one page on several runs or a study."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,16 +24,17 @@ def report(
         str, Parameter(help="As 0.25% or 0.003. [0.25% of a loss, 0.01 of a score]", show_default=False)
     ] = "",
 ) -> int:
-    """Write the page that shows how a run went, or how several went beside each other, and print its path.
+    """Write an HTML page on one run, or on several runs side by side, and print its path.
 
     Parameters
     ----------
     runs
-        Folders of runs, or one of a study. [runs/latest]
+        Folders of runs, or the folder of a study. [runs/latest]
     """
     from narrowgauge.report import page, several
 
     folders = runs or (Path(TrainConfig.output),)
+    # These options would be ignored silently for a single run.
     if len(folders) == 1 and not several.is_study(folders[0]):
         if given := [
             key
@@ -41,7 +42,8 @@ def report(
             if value
         ]:
             raise ConfigError(
-                f"report: {', '.join(given)} is of several runs, and one is named. Name more, or leave it out."
+                f"report: {', '.join(given)} is of several runs, and one is named. Name more, or leave it out.",
+                code="report.one-run",
             )
         print(page.write(folders[0]))
         return 0

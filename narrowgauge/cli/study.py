@@ -1,4 +1,4 @@
-"""`narrowgauge study FILE --seeds 5 --recipes bf16,fp8-current`: several recipes and seeds of one run, and what holds of each recipe."""
+"""`narrowgauge study FILE --seeds 5 --recipes bf16,int8`: compare recipes over several seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, key_of
 
 STUDY = Group("study", sort_key=0)
-MOST = 1000  # seeds
+MOST = 1000  # largest number of seeds
 OF_STUDY = (
     "recipe",
     "layers_recipe",
@@ -23,7 +23,7 @@ OF_STUDY = (
     "output",
     "resume",
     "compare",
-)  # settings that are its own business
+)  # settings that the study sets itself
 
 
 def _flag(words: str) -> Parameter:
@@ -44,15 +44,19 @@ def study(
     output: Annotated[str, _flag("Folder of the study. [runs/study]")] = "runs/study",
     **given: Any,
 ) -> int:  # fmt: skip
-    """Train several recipes with several seeds each, and say of each recipe whether it ends where the first one ends.
+    """Train several recipes with several seeds each, and judge each recipe against the first.
 
-    Every run is one of `narrowgauge train` with a folder of its own. The same command goes on where it was stopped or killed.
-    Flags override the file; its own recipe and seed do not count.
+    The verdict says whether a recipe ends where the first one ends.
+
+    Every run is one of `narrowgauge train` in its own folder. The same command resumes a study that
+    was stopped or killed. Flags override the file; its own recipe and seed do not count.
     """
     from narrowgauge.train.study import plan, runner
 
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
     from_file = toml.read(Path(config)) if config else {}
+    # `parallel` and `compare` of the file stay, so that plan.Study refuses them with a message; the
+    # rest that the study sets itself is ignored.
     left_out = {key_of(TrainConfig.__dataclass_fields__[name]) for name in OF_STUDY if name != "layers_recipe"}
     shared = {key: entry for key, entry in from_file.items() if key not in left_out or key in ("parallel", "compare")}
     settings = toml.build(shared, {key: (value, flag(key)) for key, value in keys.items()})
@@ -68,16 +72,20 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    """'5' is 0 to 4; '0,3' are these two."""
+    """Parse '5' as seeds 0 to 4, and '0,3' as these two seeds."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
-        raise ConfigError(f"seeds = {text!r}: are no whole numbers. Write their number, as 5, or the seeds, as 0,1,2.")
+        raise ConfigError(
+            f"seeds = {text!r}: are no whole numbers. Write their number, as 5, or the seeds, as 0,1,2.",
+            code="study.seeds",
+        )
     if len(words) > 1:
         return tuple(map(int, words))
     count = int(words[0])
     if not 2 <= count <= MOST:
         raise ConfigError(
-            f"seeds = {text!r}: a spread takes two seeds at least, and {MOST:,} at most. Write their number, as 5."
+            f"seeds = {text!r}: a spread takes two seeds at least, and {MOST:,} at most. Write their number, as 5.",
+            code="study.seed-count",
         )
     return tuple(range(count))
 
@@ -86,7 +94,9 @@ def _parallel(text: str) -> int:
     if text == "auto":
         return 0
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
-        raise ConfigError(f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.")
+        raise ConfigError(
+            f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.", code="study.parallel"
+        )
     return int(text)
 
 

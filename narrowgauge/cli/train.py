@@ -1,7 +1,10 @@
-"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`; flags override the TOML file.
+"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`.
 
-With --resume and no CONFIG, the file is the run folder's config.toml; with --from, it is the parent's. Refuses settings that may not
-change on resuming or branching before torch is imported, and unknown recipes before data are read.
+Flags override the TOML file.
+
+With --resume and no CONFIG, the settings come from the run folder's config.toml; with --from, from
+the parent's. Settings that must not change on resuming or branching are refused before torch is
+imported, unknown recipes before data are read.
 """
 
 import inspect
@@ -24,7 +27,10 @@ FILE = Parameter(help="TOML file with settings.", show_default=False, group=Grou
 
 
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
-    """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
+    """Train a Transformer in low precision.
+
+    Flags override the file; a key of the file is a flag with dashes.
+    """
     with liveness.watched():  # before torch is imported: a rank may die at any time
         settings = configuration(config, given)
         refuse_unknown_recipes(settings)  # before data are read
@@ -34,7 +40,7 @@ def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
 
 
 def refuse_unknown_recipes(settings: TrainConfig) -> None:
-    """Imports torch. Raises ConfigError with the closest names."""
+    """Raise ConfigError with the closest names for an unknown recipe. Imports torch."""
     from narrowgauge import recipes
 
     own = recipe_syntax.names(settings.recipe, settings.layers_recipe) - {recipes.AUTO}
@@ -44,16 +50,18 @@ def refuse_unknown_recipes(settings: TrainConfig) -> None:
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
-    """The resolved configuration of a file and the given flags (by name)."""
-    if given.get("parent") == "":  # of a variable that was never set; in a file it is the default
+    """Resolve the configuration from a file and the flags (by name)."""
+    if given.get("parent") == "":  # an unset shell variable; in a file '' is the default
         raise ConfigError(
             "--from '': names no run, and without one this would be a new run. Name the parent, as --from runs/first@100, or leave "
-            "--from out."
+            "--from out.",
+            code="train.from-empty",
         )
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
     from_flags = {key: (value, flag(key)) for key, value in keys.items()}
     config = resolved(toml.build(_from_file(path, given), from_flags))
     folder = run_folder.RunFolder(Path(config.output))
+    # A resumed run is checked against its own settings, a branch against its parent's.
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(toml.load_stored(folder.config), config)
     elif config.parent and not folder.has_run():
@@ -62,7 +70,10 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
-    """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
+    """Settings of CONFIG, or of the run to resume.
+
+    The run folder may have been moved since it was written.
+    """
     if path:
         return toml.read(Path(path))
     output = str(given.get("output") or TrainConfig.output)
@@ -71,10 +82,12 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
         return place.inherited(place.Place.of(parent).run, given)
     if given.get("resume") and os.path.lexists(stored):
         return {**toml.read_stored(stored), "output": (output, "")}
-    if given.get("resume") and set(given) <= {"resume", "output"}:  # no user wants a run of pure defaults
+    # Otherwise a mistyped folder would start a run of pure defaults.
+    if given.get("resume") and set(given) <= {"resume", "output"}:
         raise ConfigError(
             f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
-            "the CONFIG of a new run."
+            "the CONFIG of a new run.",
+            code="train.resume-no-run",
         )
     return {}
 
@@ -84,7 +97,10 @@ def flag(key: str) -> str:
 
 
 def signature_of(function: Callable[..., int], without: Collection[str] = ()) -> inspect.Signature:
-    """What the function names itself, and the settings of TrainConfig but for those `without`, as a signature for cyclopts."""
+    """Signature for cyclopts: the function's own parameters plus the settings of TrainConfig.
+
+    without  names of settings that the verb does not take
+    """
     parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
     groups: dict[str, Group] = {}
     for each in (each for each in fields(TrainConfig) if each.name not in without):
@@ -99,6 +115,7 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
             show_default=False,
             converter=read,
         )
+        # None stands for a table that was not given: a dict is no default of a signature.
         parameters.append(
             inspect.Parameter(
                 each.name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
@@ -109,7 +126,7 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
 
 
 def _help(each: Field[Any]) -> str:
-    """The help of a setting with its choices and default."""
+    """Help text of a setting, with its choices and its default."""
     rule = each.metadata["rule"]
     words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf | OneOrPair) else ""]
     if each.type is not TABLE and each.default != "":
@@ -118,8 +135,10 @@ def _help(each: Field[Any]) -> str:
 
 
 def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Reads a flag as a TOML file would: cyclopts would round 2.5 for a whole number."""
+    """Parse a flag as a TOML file would. cyclopts would round 2.5 to a whole number."""
     text = tokens[0].value
+    # At most 40 characters: Python refuses to convert numbers of more than 4,300 digits, with its
+    # own words.
     if kind is int and (not WHOLE_NUMBER.fullmatch(text) or len(text) > 40):
         raise ValueError(f"{text!r} is not a whole number")
     try:

@@ -1,19 +1,21 @@
-"""convert: give the Linears of any nn.Module their recipes, in place. advance: end an optimizer step of theirs.
+"""convert: assign recipes to the Linears of a model, in place. advance: end an optimizer step.
 
     convert(model, "fp8-current")
-    convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
-    convert(model, {"*": "fp8-row", "layers.1.down_proj": "bf16:grad_weight"})       one product (`products`)
+    convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})  later patterns win
+    convert(model, {"*": "fp8-row", "layers.1.down_proj": "bf16:grad_weight"})    one GEMM
 
-A layer keeps its identity: the module object, its parameters, hooks, ties and users stay as they are, only its class becomes
-QLinear. Patterns are shell wildcards and ranges over dotted names (see `structure`); one without a leading `*` also matches the
-end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
+A layer keeps its identity: only its class becomes QLinear. The module object, its parameters,
+hooks, tied weights and users stay the same. Patterns are shell wildcards and ranges over dotted
+names (see `structure`). A pattern without a leading `*` also matches the end of a name, from a dot
+on: "mlp.up_proj" matches "model.layers.0.mlp.up_proj".
 
-What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
-their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and keep their numbers;
-`embeddings` rounds what is looked up.
+Output heads and routers (see KEPT) keep their precision unless the last part of a pattern names
+them in letters: their errors go straight into the loss or flip a discrete choice. Embeddings and
+norms are no Linears and are unchanged. `embeddings` quantizes looked-up rows.
 
-Blocks that the recipe itself leaves wide (`wide_blocks`) become bf16, unless the pattern that decides about a layer spells out its
-block's number ("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
+Blocks that the recipe keeps in high precision (`wide_blocks`) become bf16,
+unless the pattern that applies to a layer spells out the block's number
+("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ from narrowgauge.structure import blocks, expanded, matches, require_module
 
 HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 ROUTERS = ("router", "gate", "shared_expert_gate")
-# Last part of a layer's name -> why it is kept in its own precision.
+# Last part of a layer's name -> the reason why it keeps its precision.
 KEPT = dict.fromkeys(HEADS, "output head") | dict.fromkeys(
     ROUTERS, "router: a small error flips which expert is chosen"
 )
-LEFT_BY = "_narrowgauge_left_by"  # attribute of an ordinary Linear: which pattern says that it stays one
+LEFT_BY = "_narrowgauge_left_by"  # attribute of an ordinary Linear: the pattern that leaves it so
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
-SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it up would cost more than it saves
+SMALLEST = ALIGNMENT  # below one hardware tile, padding costs more than a low-precision GEMM saves
 
 Patterns = str | Recipe | Some | Mapping[str, "str | Recipe | Some | None"]
 
@@ -73,38 +75,48 @@ def convert(
     weight_codes: WeightCodes = "auto",
     embeddings: Codes | None = None,
 ) -> nn.Module:
-    """Gives the Linears of `model` their recipes, in place, and returns the model.
+    """Assign recipes to the Linears of `model`, in place, and return the model.
 
-    recipe  a name or Recipe for all Linears but the kept ones; or pattern -> name, Recipe or None (ordinary Linear), later
-            patterns win; "NAME:PRODUCTS" for some products of a layer; None turns every QLinear back into an nn.Linear. "auto": for each
-            layer the fastest at its sizes (conversion/auto.py), for which the model must be on its device and in its dtype.
-    tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
-    compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
-    choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
-    fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fuse); stays until None
-    save      (fuse) what fused functions keep for backward: "exact", or "fp8" or "int8" with gradients that are near (fuse/saving.py)
-    weight_codes  what is kept of the casts of weights, the same bits either way: "recast" nothing, backward casts them again; "step" all,
-            for one optimizer step: 2 bytes per weight, and each further micro-batch casts none. "auto": "recast" on a GPU, "step" on a CPU.
-            Compiled: "step", and "auto", keep from forward to backward what that reads, a byte per weight; each micro-batch casts
+    recipe        a name or Recipe for all Linears that KEPT does not exclude; or pattern -> name,
+                  Recipe or None (ordinary Linear), later patterns win; "NAME:PRODUCTS" for some
+                  GEMMs of a layer. None turns every QLinear back into an nn.Linear. "auto": the
+                  fastest recipe for each layer's sizes (conversion/auto.py); the model must have
+                  its device and dtype by then
+    tokens        (auto) rows of a forward pass: sequences of a micro-batch times their length
+    compiled      (auto) the model will be compiled, so the candidates are measured compiled
+    choices       (auto) layer -> recipe, from `auto.chosen` in an earlier run; nothing is measured
+    fuse          norms and activations quantize their output for the Linears that read it
+                  (narrowgauge/fuse); active until recipe is None
+    save          (fuse) tensors that fused functions save for backward: "exact", or "fp8" or "int8"
+                  with approximate gradients (fuse/saving.py)
+    weight_codes  caching of quantized weights, with equal results: "recast" caches nothing, and
+                  backward casts the weight again; "step" caches for one optimizer step, 2 bytes per
+                  weight, and further micro-batches cast none. "auto": "recast" on a GPU, "step" on
+                  a CPU. In compiled code "step" and "auto" save the codes that backward reads, one
+                  byte per weight, and each micro-batch casts
+    embeddings    "int4" or "int8": rows of every nn.Embedding are quantized with a learned step
+                  (nn/embedding.py); active until recipe is None
 
-    embeddings  "int4" or "int8": rows of every nn.Embedding are looked up as such codes, with a learned step (nn/embedding.py); stays until
-                recipe is None
-
-    Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
-    pattern matches nothing, with the closest names, and if nothing at all could be converted.
+    A second call replaces the recipes of the layers that its patterns match,
+    and leaves the others. Raises ConfigError if a pattern matches nothing,
+    with the closest names, and if no layer at all could be converted.
     """
     require_module(model, "convert")
     if weight_codes not in get_args(WeightCodes):
         raise ConfigError(
-            f"convert: weight_codes = {weight_codes!r}; it is one of {', '.join(map(repr, get_args(WeightCodes)))}."
+            f"convert: weight_codes = {weight_codes!r}; it is one of {', '.join(map(repr, get_args(WeightCodes)))}.",
+            code="convert.weight-codes",
         )
     if save is not None and not fuse:
         raise ConfigError(
-            f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out."
+            f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out.",
+            code="convert.save-without-fuse",
         )
     if embeddings is not None:
         check_embeddings(model, embeddings)
     if recipe is None:
+        # Check every layer before the first one changes, so that an error
+        # leaves the model as it was.
         for _, quantized in _quantized(model):
             quantized.refuse(None)
         for _, quantized in _quantized(model):
@@ -120,16 +132,20 @@ def convert(
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
-            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}"
+            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}",
+            code="convert.no-linear",
         )
     matching = {name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns}
     refuse_lazy(linears, matching, resolved)
     head = output_head(model)
     kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
     if all(kept.values()):
-        raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}")
+        raise ConfigError(
+            f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}",
+            code="convert.all-kept",
+        )
     given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
-    wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> why it stays wide
+    wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
     left_to_auto: dict[str, nn.Linear] = {}
     for name, patterns in matching.items():
         if kept[name] is not None:
@@ -138,6 +154,7 @@ def convert(
         if isinstance(whole, str):
             left_to_auto[name] = linears[name]
             continue
+        # Once per pattern: finding the blocks walks over the whole model.
         if whole is not None and pattern not in wide:
             wide[pattern] = wide_by_policy(model, whole, pattern) if pattern else {}
         reason = wide.get(pattern, {}).get(name, "")
@@ -147,20 +164,24 @@ def convert(
         given[name] = composed(own, parts, name) if parts else own, reason, None
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
-            # bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it.
+            # On a GPU bf16 is nn.Linear. On a CPU without bfloat16
+            # instructions the recipe is faster.
             as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
             given[name] = None if as_it_is else recipes.get(decision.recipe), "", decision
-    for name, (own, _, _) in given.items():  # before the first one changes
+    # Check every layer before the first one changes, so that an error leaves the model as it was.
+    for name, (own, _, _) in given.items():
         if isinstance(layer := linears[name], QLinear):
             layer.refuse(own)
     for name, (own, reason, made) in given.items():
         layer = linears[name]
         if isinstance(layer, QLinear) or own is not None or made is not None:
             quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
-            quantized.recipe = own  # which resets the other two
+            quantized.recipe = own  # resets reason and decision, so it comes first
             quantized.reason, quantized.decision, quantized.weight_codes = reason, made, weight_codes
         else:
             layer.__dict__[LEFT_BY] = reason  # for `describe`
+    # One cache for the whole model, layers of an earlier call included: q,
+    # k and v then share the casts of their input.
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.shared_inputs = shared
@@ -169,6 +190,7 @@ def convert(
     refuse_fast_path(model)
     warn(model, _quantized(model))
     step_end.follow_model(model)
+    # Last, when every layer has its recipe: a producer's cast is the cast that its readers need.
     if fuse:
         fuse_producers(model, save)
     return model
@@ -179,42 +201,53 @@ def refuse_lazy(
     matching: Mapping[str, list[str]],
     resolved: Mapping[str, str | Recipe | Some | None],
 ) -> None:
-    """ConfigError for an nn.LazyLinear that is to get a recipe: it has no shape before its first forward pass."""
+    """Raise ConfigError for an nn.LazyLinear with a recipe: its shape is unknown."""
     for name, patterns in matching.items():
         if nn.parameter.is_lazy(linears[name].weight) and resolved[patterns[-1]] is not None:
             raise ConfigError(
                 f"convert: {name!r} is a LazyLinear, which has no shape before its first forward pass. Run one forward pass before "
-                f"convert, or leave it as it is by {{{name!r}: None}}."
+                f"convert, or leave it as it is by {{{name!r}: None}}.",
+                code="convert.lazy-linear",
             )
 
 
 def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:
-    """Pattern -> its recipe, or some products of one, None or "auto". ConfigError for anything else."""
+    """Pattern -> Recipe, Some, None or "auto". Raises ConfigError for anything else."""
     resolved: dict[str, str | Recipe | Some | None] = {}
     for pattern, given in (recipe if isinstance(recipe, Mapping) else {"*": recipe}).items():
         chosen = parse(given) if isinstance(given, str) and given != recipes.AUTO else given
         if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe | Some)):
             raise ConfigError(
                 f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
-                "pattern; narrowgauge.recipes.names() lists the names."
+                "pattern; narrowgauge.recipes.names() lists the names.",
+                code="convert.pattern-value",
             )
         resolved[pattern] = chosen
     if not resolved:
-        raise ConfigError('convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.')
+        raise ConfigError(
+            'convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.',
+            code="convert.no-pattern",
+        )
     return resolved
 
 
 def _decisive(
     layer: nn.Linear, patterns: list[str], resolved: Mapping[str, str | Recipe | Some | None]
 ) -> tuple[str | Recipe | None, list[Some], str]:
-    """Of the patterns that match a layer: what the last whole one gives, the parts after it, and that pattern, '' if none is whole."""
+    """Combine the patterns that match a layer.
+
+    ->  (recipe of the last pattern that gives a whole one, later patterns for some GEMMs, that
+        pattern or '' if none gives a whole recipe)
+    """
     parts: list[Some] = []
+    # From the last pattern back to the nearest one that gives a whole recipe. Earlier ones lose.
     for pattern in reversed(patterns):
         given = resolved[pattern]
         if not isinstance(given, Some):
             if parts and given == recipes.AUTO:
                 raise ConfigError(
-                    f"convert: {parts[0].name!r} gives a layer some products, and 'auto' decides about all of them. Name its recipe."
+                    f"convert: {parts[0].name!r} gives a layer some products, and 'auto' decides about all of them. Name its recipe.",
+                    code="convert.auto-products",
                 )
             return given, parts, pattern
         parts.insert(0, given)
@@ -224,9 +257,12 @@ def _decisive(
 def _matching(
     model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Mapping[str, object]
 ) -> dict[str, list[str]]:
-    """Each Linear's first name -> the patterns that match any of its names. patterns: with what they give.
+    """First name of each Linear -> the patterns that match any of its names.
 
-    ConfigError for a pattern without a match, and for two that give one Linear different recipes by different names.
+    patterns  pattern -> recipe
+
+    Raises ConfigError for a pattern without a match, and for two patterns that give one Linear
+    different recipes by different names.
     """
     names_by_id = {id(layer): name for name, layer in linears.items()}
     found: dict[str, dict[str, set[str]]] = {name: {} for name in linears}
@@ -237,10 +273,13 @@ def _matching(
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
-                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
+                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}."),
+                code="pattern.no-match",
             )
         for name, alias in named:
             found[name].setdefault(pattern, set()).add(alias)
+    # A tied Linear has several names. The last pattern may override an earlier one only if both
+    # match a common name. Otherwise raise: the user may not know that the two names are one layer.
     for by_pattern in found.values():
         *earlier, (last, names) = by_pattern.items() or [("", set())]
         for pattern, others in earlier:
@@ -248,16 +287,20 @@ def _matching(
                 first, second = (getattr(patterns[each], "name", patterns[each]) for each in (pattern, last))
                 raise ConfigError(
                     f"convert: {min(others)!r} and {min(names)!r} are one Linear, to which {pattern!r} gives {first} and "
-                    f"{last!r} gives {second}. Name it once."
+                    f"{last!r} gives {second}. Name it once.",
+                    code="convert.tied-conflict",
                 )
     return {name: list(by_pattern) for name, by_pattern in found.items()}
 
 
 def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
-    """Layers that the recipe's `wide_blocks` keeps in bf16 -> why; a pattern that names a block's number overrides it."""
+    """Layer -> reason, for layers that the recipe's `wide_blocks` keeps in bf16.
+
+    A pattern that names a block's number overrides the policy.
+    """
     if recipe.wide_blocks is None:
         return {}
-    # Parts that hold a digit may stand for a block's number: "layers.5.*" does, "layers.*" does not.
+    # A part with a digit may stand for a block's number: "layers.5.*" does, "layers.*" does not.
     parts = {part for each in expanded(pattern) for part in each.split(".")}
     numbers = [part for part in parts if any(map(str.isdigit, part))]
     return {
@@ -270,7 +313,7 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block every QLinear of the model computes as an ordinary nn.Linear, and embeddings give their rows as they are."""
+    """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized."""
     layers: list[QLinear | QEmbedding] = [layer for _, layer in _quantized(model, "suspended")]
     layers += [layer for _, layer in quantized_embeddings(model)]
     before = [layer.is_suspended for layer in layers]
@@ -280,33 +323,41 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         for layer, was in zip(layers, before, strict=True):
-            # Past torch's `__setattr__`, which fails where the block ends with the interpreter.
+            # nn.Module.__setattr__ fails if the block ends at interpreter exit.
             layer.__dict__["is_suspended"] = was
 
 
 def advance(model: nn.Module) -> None:
-    """Ends an optimizer step: delayed scaling takes over the amax seen in it, and quantized weights are made anew.
+    """End an optimizer step: update amax histories and clear the quantized weights.
 
-    Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
-    step by the variance that was predicted in this one.
+    Learned steps count down their cold start and are clamped to positive values. A GEMM that may
+    sample its rows decides for the next step, by the variance that was predicted in this one.
 
-    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then only
-    forgets casts made since, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step
-    that torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
-    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one per
-    layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
+    The optimizers of torch and of narrowgauge.optim end the step themselves (nn/step_end.py). A
+    call after `optimizer.step()` then only clears casts made since, and makes the end of the step
+    visible in the loop. The call is required if no such optimizer steps: weights written by hand, a
+    step traced by torch.compile, steps inside a backward pass.
+
+    Each weight is cast once per step in eager mode and reused over micro-batches.
+    Before the first step it is cast at each forward pass. No host synchronization,
+    except one small read if a recipe samples rows, and one per layer in the cold
+    start of learned steps. Warns once of learned steps that no optimizer updates.
     """
-    layers: dict[str, QLinear | QEmbedding] = dict(_quantized(model, "advance"))
-    layers |= dict(quantized_embeddings(model))
-    step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
-    for layer in layers.values():
+    require_module(model, "advance")
+    layers = {module: name for name, module in model.named_modules() if isinstance(module, QLinear | QEmbedding)}
+    step_end.end_steps({layer: name for layer, name in layers.items() if not layer.step_ended})
+    for layer in layers:
+        # The hook of an optimizer has ended this step already: only clear casts made since.
         if layer.step_ended:
             layer.end_step()
-        layer.step_ended = False
+            layer.__dict__["step_ended"] = False
 
 
 def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
-    """(layer, role) -> number of steps in which its amax was not finite; layers without any are left out. Synchronises."""
+    """(layer, role) -> number of steps with a non-finite amax; layers without any are omitted.
+
+    Synchronizes with the device.
+    """
     found = {}
     for name, layer in _quantized(model):
         for role, window in (layer.scaling or {}).items():
@@ -323,8 +374,9 @@ def _quantized(model: nn.Module, verb: str = "convert") -> Iterator[tuple[str, Q
 
 def _restore(layer: QLinear) -> None:
     layer.recipe = None
-    if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
+    if type(layer) is not QLinear:  # a class of other code, for example torch's parametrization
         return
+    # The attributes that QLinear._become sets. A new one belongs in both lists.
     own = (
         "observer is_suspended reason decision _cache precast shared_inputs peers _step_watch step_ended _recipe _plans gathered frozen "
         "suspects weight_codes reads_last warned_of_ranks warned_of_eval called bypassed missed watch"
@@ -347,23 +399,30 @@ def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The head that a transformers model names itself, whatever it is called (BERT's is `cls.predictions.decoder`)."""
+    """Return the head that a transformers model declares (BERT: `cls.predictions.decoder`)."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None
 
 
 def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None) -> str | None:
-    """Why a Linear keeps its own precision although a pattern matched it, or None."""
+    """Return the reason why a Linear keeps its precision although a pattern matches it, or None.
+
+    name      dotted name of the layer
+    matching  patterns that match it
+    head      the model's output head, if it declares one
+    """
     if type(layer) not in (nn.Linear, QLinear):
         if nn.utils.parametrize.is_parametrized(layer):
             return "it is parametrized: convert it first, and parametrize it then"
         kind = type(layer).__name__
+        # A subclass is excluded even with nn.Linear's forward: its owner may
+        # read the weight directly.
         if type(layer).forward is not nn.Linear.forward:
             return f"{kind} has a forward of its own"
         return f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does"
     if min(layer.in_features, layer.out_features) < SMALLEST:
         return f"fewer than {SMALLEST} features on one side"
     last = name.rpartition(".")[2]
-    # The last part of a pattern names it in letters, as "lm_head" and "*.gate" do; "*" and "layers.*" do not.
+    # "lm_head" and "*.gate" name the layer in letters; "*" and "layers.*" do not.
     in_letters = any(character.isalnum() for pattern in matching for character in pattern.rpartition(".")[2])
     return KEPT.get(last, "output head") if (last in KEPT or layer is head) and not in_letters else None

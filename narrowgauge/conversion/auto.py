@@ -1,17 +1,24 @@
-"""recipe="auto": for each Linear the recipe that is fastest at its sizes on this device; none is slower than bfloat16.
+"""recipe="auto": the fastest recipe for each Linear's sizes on this device.
 
-    tokens M, in K, out N  ->  seconds of forward and backward with all casts, per candidate  ->  the fastest
+No layer becomes slower than in bfloat16, which is a candidate.
 
-Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least accurate: the fewer elements share a scale, the
-fewer underflow. Of those within 2 % of the fastest, the most accurate wins. Recipes that the device would emulate are excluded:
-emulation multiplies in bfloat16 too, and casts besides. So is delayed scaling, whose state the user has to ask for.
+    tokens M, in K, out N  ->  seconds of forward + backward + casts, per candidate  ->  the fastest
 
-    measured         now, on a CUDA device (measure.py): half a second per candidate, more where code is compiled
-    measured before  the cache has this device, these versions and sizes
-    predicted        the device has too little memory to measure: its operations, counted, at the card's rates (predict.py)
+Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
+accurate: with fewer elements per scale, fewer elements underflow. Of the candidates
+within 2 % of the fastest, the most accurate wins. Recipes that the device would
+emulate are excluded, since emulation multiplies in bfloat16 and casts in addition.
+Delayed scaling is excluded: it has state, which users have to ask for.
+
+    measured         now, on a CUDA device (measure.py): half a second per candidate, more if
+                     compiled
+    measured before  from the cache file, for this device, these versions and sizes
+    predicted        if the device has too little memory to measure: counted operations at the rates
+                     of the card (predict.py)
     no choice        only bf16 is native here, for example on a CPU; nothing is measured
 
-bf16 leaves a Linear on a GPU as it is. The result is `layer.decision`, which `describe` prints.
+For bf16 on a GPU the Linear stays an nn.Linear. The result is
+`layer.decision`, which `describe` prints.
 """
 
 from __future__ import annotations
@@ -39,11 +46,13 @@ TIE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Which recipe a layer got, and why.
+    """The recipe of a layer, and the reason.
 
+    recipe    name
+    tokens    rows of x
+    how       see the module docstring; "given" if the caller passed `choices`
     seconds   candidate -> forward and backward of one layer
-    excluded  recipe -> why it was not a candidate
-    how       see the module; "given" if the caller passed `choices`
+    excluded  recipe -> reason why it was no candidate
     """
 
     recipe: str
@@ -67,7 +76,7 @@ class Decision:
 
 
 def preferred(seconds: Mapping[str, float]) -> str:
-    """The most accurate of the candidates within 2 % of the fastest."""
+    """Return the most accurate candidate within 2 % of the fastest."""
     limit = min(seconds.values()) * (1 + TIE)
     return next(name for name in CANDIDATES if name in seconds and seconds[name] <= limit)
 
@@ -78,10 +87,13 @@ def decide(
     cache: Path | None = None,
     measured: Callable[..., tuple[dict[str, float], dict[str, str]]] = measure.measured,
 ) -> Decision:
-    """The recipe for one Linear. Raises the errors of measuring plain bf16, except OutOfMemoryError.
+    """Choose the recipe for one Linear.
 
-    cache     the file of measurements; None means the one in the user's cache folder
-    measured  the function that measures: (workload, candidates, device) -> seconds, and reasons of failures
+    cache     file of measurements; None: the file in the user's cache folder
+    measured  function that measures: (workload, candidates, device) -> (seconds, reasons of
+              failures)
+
+    Raises the errors of measuring plain bf16, except OutOfMemoryError.
     """
     excluded = {}
     for name in CANDIDATES[1:]:
@@ -91,6 +103,7 @@ def decide(
     names = [name for name in CANDIDATES if name not in excluded]
     if names == ["bf16"]:
         return Decision(recipe="bf16", tokens=workload.tokens, how="no choice", excluded=excluded)
+    # The candidates are part of the key: a new native recipe invalidates the entry.
     cache = measure.user_cache() if cache is None else cache
     key = measure.key(workload, names, device)
     how, seconds = "measured before", measure.cached(cache).get(key, {})
@@ -99,7 +112,7 @@ def decide(
             how = "measured"
             seconds, failed = measured(workload, names, device)
             excluded |= failed
-            if not failed:  # a failure may be temporary
+            if not failed:  # a failure may be temporary, so the key is measured again next time
                 measure.keep(cache, key, seconds)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -120,17 +133,22 @@ def decisions(
     """Layer -> decision; measures once per shape.
 
     tokens   rows of x in a forward pass: sequences of a micro-batch times their length
-    choices  layer -> recipe, from `chosen` in an earlier run: nothing is measured. Raises ConfigError if a layer is missing.
+    choices  layer -> recipe, from `chosen` in an earlier run: nothing is measured
+
+    Raises ConfigError if a layer is missing in `choices`.
     """
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
             f"convert: 'auto' chooses by the sizes of the products, but tokens is {tokens!r}. "
-            "Pass tokens=, the sequences of a micro-batch times their length."
+            "Pass tokens=, the sequences of a micro-batch times their length.",
+            code="auto.tokens",
         )
     if not isinstance(choices, Mapping | None):
         raise ConfigError(
-            f"convert: choices = {choices!r} is no mapping. Pass what auto.chosen(model) gave, layer -> recipe."
+            f"convert: choices = {choices!r} is no mapping. Pass what auto.chosen(model) gave, layer -> recipe.",
+            code="auto.choices",
         )
+    # Blocks repeat, so layers of one shape, dtype and device are measured once.
     made: dict[tuple[torch.device, LinearWorkload], Decision] = {}
     found = {}
     for name, layer in layers.items():
@@ -138,7 +156,8 @@ def decisions(
             if choices.get(name) not in CANDIDATES:
                 raise ConfigError(
                     f"convert: the choice for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(CANDIDATES)}. "
-                    "Pass the choices made for this model, or none to choose again."
+                    "Pass the choices made for this model, or none to choose again.",
+                    code="auto.choice",
                 )
             found[name] = Decision(recipe=choices[name], tokens=tokens, how="given")
             continue
@@ -154,12 +173,12 @@ def decisions(
 
 
 def chosen(model: nn.Module) -> dict[str, str]:
-    """Layer -> recipe for the layers that `auto` decided; pass it as `convert(..., choices=...)`."""
+    """Layer -> recipe as `auto` decided; pass it as `convert(..., choices=...)`."""
     return {name: decision.recipe for name, _, decision in _decided(model)}
 
 
 def summary(model: nn.Module) -> list[str]:
-    """A line per shape and decision: "4096 -> 14336 (32 layers): fp8-row (auto, measured at ...)"."""
+    """One line per shape and decision: "4096 -> 14336 (32 layers): fp8-row (auto, ...)"."""
     groups = Counter(
         (f"{layer.in_features} -> {layer.out_features}", f"{decision.recipe} ({decision})")
         for _, layer, decision in _decided(model)

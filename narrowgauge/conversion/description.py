@@ -1,4 +1,4 @@
-"""describe: say of each Linear of a model what it became and why.
+"""describe: list each Linear of a model with its recipe, kernels and the reasons.
 
 print(describe(model))       equal layers share a line; `describe(model)` itself is a list of rows
 """
@@ -29,7 +29,12 @@ from narrowgauge.structure import other_weights, require_module
 
 
 class Note(NamedTuple):
-    """Words, or words around readings: what layers measured, not what they are. Shows the lowest and the highest."""
+    """A remark, possibly with values that layers measured. Prints the smallest and largest value.
+
+    words     text before the values
+    after     text after the values
+    readings  measured values of one or several layers
+    """
 
     words: str
     after: str = ""
@@ -46,20 +51,24 @@ class Note(NamedTuple):
 
     @staticmethod
     def spanning(notes: Sequence[Note]) -> Note:
-        """One for notes that are equal but for their readings."""
+        """Merge notes that are equal except for their readings."""
         return notes[0]._replace(readings=tuple(reading for note in notes for reading in note.readings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One Linear of a model, or a weight that is multiplied as one: what it became.
+    """One Linear of a model, or a weight that is multiplied as one.
 
-    shape                             "in -> out"; of experts in one parameter "count experts of rows x columns"
-    output, grad_input, grad_weight   the casts of each product, in words
-    backend                           which kernel computes each product, and why not a faster one
-    sends                             what of it travels between ranks (`distribute`), in which format, how many bytes, why not fewer
-    notes                             why it was kept, and what else a user should know; `note`: all of them in words
-    emulated                          whether narrow operands of a product are multiplied in a wider type
+    shape                             "in -> out"; experts in one parameter: "count experts of rows
+                                      x columns"
+    output, grad_input, grad_weight   the casts of each GEMM, as text
+    backend                           the kernel of each GEMM, and why no faster one is used
+    sends                             data that ranks exchange for it (`distribute`): format, bytes,
+                                      and why not fewer
+    notes                             reasons for keeping its precision, and other remarks; `note`
+                                      joins them
+    emulated                          True if a GEMM with quantized operands multiplies in a wider
+                                      dtype
     """
 
     name: str
@@ -78,15 +87,15 @@ class Row:
         return ", ".join(map(str, self.notes))
 
     def columns(self) -> dict[str, str]:
-        """What a run keeps of it (docs/architecture.md), all in words."""
+        """All columns as text, as a run stores them (docs/architecture.md)."""
         words = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "str"}
         return words | {"note": self.note}
 
 
 class Description(list[Row]):
-    """The rows of `describe`; prints as a table in which equal layers share a line.
+    """The rows of `describe`. Prints as a table in which equal layers share a line.
 
-    fused    what `convert(fuse=True)` did
+    fused    the fusions of `convert(fuse=True)`
     float32  modules of a 16-bit model that keep float32 weights and arithmetic
     """
 
@@ -94,8 +103,9 @@ class Description(list[Row]):
     float32: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        # Rows are grouped by everything except block numbers and measured values, which differ.
         groups: dict[Row, list[Row]] = {}
-        for row in self:  # layers whose names differ in numbers only
+        for row in self:  # layers whose names differ only in numbers share a group
             notes = tuple(note.without_readings() for note in row.notes)
             groups.setdefault(replace(row, name=without_numbers(row.name), notes=notes), []).append(row)
         lines = []
@@ -114,16 +124,15 @@ class Description(list[Row]):
 
 
 def without_numbers(name: str) -> str:
-    """Names of modules in a text, those of all blocks alike."""
+    """Replace the numbers in module names by `*`, so that layers of all blocks have one name."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
 def describe(model: nn.Module) -> Description:
-    """A row for every Linear of the model, subclasses that keep their own forward included, and every embedding with codes.
+    """Return a row for every Linear, quantized embedding, and weight multiplied as a Linear.
 
-    `print` it for a table.
-
-    Weights that are no Linear's but are multiplied as one (see `structure`) have a row too, with the recipe "none".
+    Linears with a forward of their own are included. Weights outside of Linears (see `structure`)
+    have the recipe "none". Print the result for a table.
     """
     require_module(model, "describe")
     description, head = Description(), output_head(model)
@@ -189,11 +198,12 @@ def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
 
 
 def _backend(gemm: Gemm, layer: QLinear) -> str:
-    """ "native" or "reference (native: why not)"."""
+    """ "native" or "reference (native: reason)", with the kernel's name."""
     how = plan(gemm, layer.weight.device)
     if gemm.lhs is None or gemm.rhs is None:
         in_float32 = how.expand == torch.float32
         return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
+    # `relevant` leaves out kernels that are made for other operands.
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in how.choice.relevant)
     if how.expand is None:
         return f"{how.choice.kernel.name} ({reasons})" if reasons else how.choice.kernel.name
@@ -230,7 +240,7 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
 
 
 def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
-    """What a rotation fills up, and what learned steps and sampling are doing."""
+    """Notes on padding by a rotation, on learned steps and on sampling."""
     rotation = recipe.output.rotate
     if rotation is not None and layer.in_features % rotation.block:
         filled = rotated_length(layer.in_features, rotation)
@@ -242,4 +252,5 @@ def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
             if product in layer.sampling.settings:
                 does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
                 known = Note(f"{does} (sampling adds ", " relative variance)", (variance,))
+                # An average of models (EMA) may mix UNREAD with readings.
                 yield known if variance < UNREAD / 2**32 else Note(f"{does} so far")

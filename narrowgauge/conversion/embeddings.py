@@ -1,4 +1,4 @@
-"""convert(embeddings="int4"): gives a model's embeddings codes with a learned step, in place (`nn.embedding`), and takes them again."""
+"""convert(embeddings="int4"): quantize a model's embeddings in place, and undo it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
 
 
 def check_embeddings(model: nn.Module, codes: object) -> None:
-    """Before anything is changed. ConfigError for other codes, and for a model none of whose embeddings can have them."""
+    """Raise ConfigError before anything changes.
+
+    Reasons: unknown codes, or an embedding of the model that cannot be quantized.
+    """
     if codes not in FORMATS:
-        raise ConfigError(f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.")
+        raise ConfigError(
+            f"convert: embeddings = {codes!r}; it is one of {', '.join(map(repr, FORMATS))}, or None.",
+            code="convert.embeddings",
+        )
     if words := problem(model):
-        raise ConfigError(f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.")
+        raise ConfigError(
+            f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.", code="convert.embedding-codes"
+        )
 
 
 def problem(model: nn.Module) -> str:
-    """Why the embeddings of a model cannot have codes, a sentence and what can be done, or ''."""
+    """Return why the model's embeddings cannot be quantized, with the next step, or ''."""
     found = {name: refuse(each) for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
     if not found:
         return f"{type(model).__name__} holds no nn.Embedding. Take a model that looks rows up."
@@ -34,8 +42,8 @@ def problem(model: nn.Module) -> str:
 
 
 def quantize_embeddings(model: nn.Module, codes: Codes) -> None:
-    """Those that have these codes already keep their step."""
-    for module in list(model.modules()):
+    """Quantize all embeddings. Embeddings with these codes already keep their learned step."""
+    for module in list(model.modules()):  # a list: `adopt` adds a child module during the loop
         if isinstance(module, QEmbedding) and module.format != FORMATS[codes]:
             module.restore()
         if type(module) is nn.Embedding:
@@ -48,7 +56,7 @@ def restore_embeddings(model: nn.Module) -> None:
 
 
 def refuse(module: nn.Embedding) -> str:
-    """Why an embedding cannot have codes; ''."""
+    """Return the reason why an embedding cannot be quantized, or ''."""
     if type(module) not in (nn.Embedding, QEmbedding):
         return f"is a {type(module).__name__}, with a forward of its own"
     if module.max_norm is not None:

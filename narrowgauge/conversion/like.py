@@ -1,12 +1,14 @@
-"""convert_like: give a second copy of a model the recipes, and the state of the recipes, that the first one has.
+"""convert_like: convert a second copy of a model like the first one, with the state of its recipes.
 
     policy = ng.convert(AutoModelForCausalLM.from_pretrained(path), "fp8-delayed")
     reference = ng.convert_like(policy, AutoModelForCausalLM.from_pretrained(path))
     trainer = DPOTrainer(model=policy, ref_model=reference, ...)
 
-Preference optimization compares log-probabilities of a policy with those of a frozen copy (DPO, arXiv 2305.18290, eq. 7). At the first
-step both are the same function and the loss is ln 2. A reference in BF16 beside a policy in FP8 adds the error of the policy's casts to
-every log-ratio. Layers are matched by name. Adapters around a layer (PEFT) and wrappers (DDP, torch.compile) do not count in a name.
+Preference optimization compares log-probabilities of a policy with those from a frozen
+copy (DPO, arXiv 2305.18290, eq. 7). At the first step both models are the same function
+and the loss is ln 2. A BF16 reference beside an FP8 policy adds the quantization error
+of the policy to every log-ratio. Layers are matched by name. Adapters around a layer
+(PEFT) and wrappers (DDP, torch.compile) are removed from the names.
 """
 
 from __future__ import annotations
@@ -35,34 +37,40 @@ BASE = ("base_layer", "original_module")  # the layer inside an adapter of PEFT,
 
 
 def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
-    """Converts `reference`, in place, as `policy` is, and returns it. Its weights stay as they are.
+    """Convert `reference` in place like `policy`, and return it. Its weights are unchanged.
 
-    policy     a converted model, with adapters around its layers or without
+    policy     a converted model, with or without adapters around its layers
     reference  a model with the same Linears
 
-    Each Linear gets the recipe of the layer with its name, a copy of the recipe's state (amax histories, learned steps, readings of the
-    sampler), and is suspended if that one is. Linears that are ordinary in `policy` become ordinary. Embeddings with codes and fused
-    norms follow as well. Later steps of `policy` change nothing in `reference`.
+    Each Linear gets the recipe of the layer with its name, a copy of the recipe's state (amax
+    histories, learned steps, sampler readings), and its suspension. Linears that are ordinary in
+    `policy` become ordinary. Quantized embeddings and fused norms follow as well. Later steps of
+    `policy` change nothing in `reference`.
 
-    With equal weights both models then compute the same bits in forward, with two exceptions. A recipe that rounds stochastically in
-    forward draws its own noise in each model, which a warning says. Delayed scaling reads the amax history in training mode alone, so
-    that a policy that has a history differs from a reference in evaluation mode.
+    With equal weights both models then compute bit-identical results in forward, with two
+    exceptions. A recipe that rounds stochastically in forward draws its own noise in each model,
+    and a warning reports it. Delayed scaling uses the amax history in training mode only, so a
+    policy with a history differs from a reference in evaluation mode.
 
-    Raises ConfigError, before anything is changed, if `policy` has no converted layer, or if names or shapes of the Linears differ.
+    Raises ConfigError, before anything changes, if `policy` has no converted layer, or if names or
+    shapes of the Linears differ.
     """
     require_module(policy, "convert_like")
     require_module(reference, "convert_like")
     if policy is reference:
         raise ConfigError(
-            "convert_like: both models are one object. Pass the converted model first and its copy second."
+            "convert_like: both models are one object. Pass the converted model first and its copy second.",
+            code="convert-like.same-model",
         )
     sources = _without_adapters(policy, nn.Linear)
     if not any(isinstance(each, QLinear) for each in sources.values()):
         raise ConfigError(
             f"convert_like: no layer of the first model, {type(policy).__name__}, is converted. Call narrowgauge.convert on it before, and "
-            "pass the converted model first."
+            "pass the converted model first.",
+            code="convert-like.not-converted",
         )
     pairs = _pairs(sources, _without_adapters(reference, nn.Linear), "Linear")
+    # Check every layer before the first one changes, so that an error leaves the model as it was.
     for _, source, target in pairs:
         if isinstance(target, QLinear):
             target.refuse(source.recipe if isinstance(source, QLinear) else None)
@@ -79,6 +87,7 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
     for layer in reference.modules():
         if isinstance(layer, QLinear):
             layer.shared_inputs = shared
+    # `fuse` leaves this attribute on the model that it was called with.
     if any("_not_fused" in module.__dict__ for module in policy.modules()):
         fuse_producers(reference)
     refuse_fast_path(reference)
@@ -87,11 +96,12 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
 
 
 def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
-    """Name -> layer of a kind, by the names that it has in the model without adapters and wrappers."""
+    """Name -> layer of a kind, named as in the model without adapters and wrappers."""
     adapters = [name for name, module in model.named_modules() if any(hasattr(module, each) for each in BASE)]
     found = {}
     for name, module in model.named_modules():
         own = [each for each in adapters if name.startswith(f"{each}." if each else "")]
+        # Below an adapter only the original layer counts, not LoRA's own Linears.
         inside = all(name[len(each) :].lstrip(".").split(".")[0] in BASE for each in own)
         if isinstance(module, kind) and inside:
             found[".".join(part for part in plain_name(name).split(".") if part not in BASE)] = module
@@ -99,7 +109,10 @@ def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
 
 
 def _pairs(sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str) -> list[tuple[str, Kind, Kind]]:
-    """(name in the reference, layer of the policy, layer of the reference). ConfigError if they do not match one to one."""
+    """(name in the reference, layer of the policy, layer of the reference) for each pair.
+
+    Raises ConfigError if the layers do not match one to one.
+    """
     prefix, cut = _prefixes(sources, targets)
     named = {name.removeprefix(prefix): layer for name, layer in sources.items()}
     wanted = {name: name.removeprefix(cut) for name in targets}
@@ -109,23 +122,29 @@ def _pairs(sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str) 
             raise ConfigError(
                 f"convert_like: {kind} {name!r} of the second model is not in the first one. "
                 + (f"Closest: {near}. " if near else "")
-                + "Pass two copies of one model."
+                + "Pass two copies of one model.",
+                code="convert-like.missing-in-first",
             )
         one, other = (tuple(layer.weight.shape) for layer in (named[own], targets[name]))
         if one != other:
             raise ConfigError(
                 f"convert_like: the weight of {name!r} is {list(other)} in the second model and {list(one)} in the first one. Pass two "
-                "copies of one model."
+                "copies of one model.",
+                code="convert-like.shape",
             )
     if left := named.keys() - wanted.values():
         raise ConfigError(
-            f"convert_like: {kind} {min(left)!r} of the first model is not in the second one. Pass two copies of one model."
+            f"convert_like: {kind} {min(left)!r} of the first model is not in the second one. Pass two copies of one model.",
+            code="convert-like.missing-in-second",
         )
     return [(name, named[own], targets[name]) for name, own in wanted.items()]
 
 
 def _prefixes(names: Mapping[str, object], others: Mapping[str, object]) -> tuple[str, str]:
-    """Prefixes of either side's names without which most of them agree: "base_model.model." of PEFT, "pretrained_model." of TRL."""
+    """Find the prefix of each side's names to remove, such that most names agree.
+
+    Examples: "base_model.model." of PEFT, "pretrained_model." of TRL.
+    """
 
     def leading(given: Mapping[str, object]) -> list[str]:
         shared: list[str] = []
@@ -139,7 +158,7 @@ def _prefixes(names: Mapping[str, object], others: Mapping[str, object]) -> tupl
         ours, theirs = (
             {name.removeprefix(cut) for name in given} for cut, given in zip(pair, (names, others), strict=True)
         )
-        return len(ours & theirs), -len(pair[0]) - len(pair[1])
+        return len(ours & theirs), -len(pair[0]) - len(pair[1])  # on a tie, the shorter prefixes
 
     return max(itertools.product(leading(names), leading(others)), key=agreeing)
 
@@ -150,13 +169,14 @@ def _follow(source: nn.Linear, target: nn.Linear) -> None:
             _restore(target)
         return
     layer = target if isinstance(target, QLinear) else QLinear.adopt(target, None)
-    layer.recipe = source.recipe
+    layer.recipe = source.recipe  # first: the setter resets reason, decision and state
     layer.reason, layer.decision, layer.weight_codes = source.reason, source.decision, source.weight_codes
     layer.is_suspended = source.is_suspended
     for name in ADDED:
         state, own = getattr(source, name), getattr(layer, name)
         if state is not None and own is not None:
-            own.load_state_dict(state.state_dict())
+            own.load_state_dict(state.state_dict())  # a copy: later steps of the policy do not show
+            # Host copies of the state, such as `is_cold` or a lineage, are stale after the load.
             for each in own.modules():
                 if isinstance(each, LayerState):
                     each.reread()

@@ -1,15 +1,16 @@
-"""Measures forward and backward of one Linear for several recipes, interleaved.
+"""Measure forward and backward of one Linear for several recipes, interleaved.
 
-The candidates alternate in rounds, so that a falling clock slows all of them; each result is the median of the rounds. Three sets of
-random inputs alternate, so that no cache holds them and no multiplier sees zeros. Weights are quantized again in each step, as after
-an optimizer step. Times are CUDA events. Random state, gradients and autocast are restored. Cost: 0.1 s per candidate and shape besides
-the first calls; three times the layer's tensors in memory.
+The candidates alternate in rounds, so a falling clock slows all candidates. Each result is the
+median of the rounds. Three sets of random inputs alternate, so no cache holds them and no
+multiplier reads zeros. Weights are quantized again in each step, as after an optimizer step. Times
+are CUDA events. Random state, gradients and autocast are restored. Cost: 0.1 s per candidate and
+shape after the first calls, and three times the layer's tensors in memory.
 
-$XDG_CACHE_HOME/narrowgauge/auto.json (~/.cache/narrowgauge) keeps the measurements:
+$XDG_CACHE_HOME/narrowgauge/auto.json (~/.cache/narrowgauge) stores the measurements:
 
     {"format": 1, "measured": {"device=... tokens=8192 ...": {"bf16": 0.0019, "fp8-row": 0.0012}}}
 
-Nothing but speed depends on it: a run's folder holds its decisions.
+The file affects speed only: a run's folder stores its decisions.
 """
 
 from __future__ import annotations
@@ -40,23 +41,28 @@ from narrowgauge.ops.cpp.build import cache_folder
 from narrowgauge.storage import publish, reading, temporary, write_synced
 
 ROUNDS = 5
-SLICE_S = 0.02  # of one candidate in one round
+SLICE_S = 0.02  # seconds for one candidate in one round
 WARM_UPS = 3
 INPUT_SETS = 3
-FORMAT = 1  # of the file of measurements
+FORMAT = 1  # version of the cache file
 MEASURED = reading.Kind(most_bytes=64 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
 
 Step = Callable[[int], None]  # one forward and backward on the n-th set of inputs
-Clock = Callable[[Step, int], float]  # seconds of so many steps
+Clock = Callable[[Step, int], float]  # (step, n) -> seconds of n steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearWorkload:
-    """What the time of a Linear depends on.
+    """The facts that the time of a Linear depends on.
 
+    tokens     rows of x
+    inputs     in_features
+    outputs    out_features
     dtype      dtype of the weight; float32 computes under bfloat16 autocast
+    biased     True if the layer has a bias
     trains     True if the weight has a gradient
-    compiled   True if the run uses torch.compile: candidates are then compiled too, seconds to tens of seconds each
+    compiled   True if the run uses torch.compile: candidates are then compiled too, seconds to tens
+               of seconds each
     """
 
     tokens: int
@@ -70,6 +76,7 @@ class LinearWorkload:
 
 def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) -> str:
     """The cache key of a measurement: device, versions, kernel sources, sizes, candidates."""
+    # Everything that may change the order of the candidates.
     properties = torch.cuda.get_device_properties(device)
     facts = {
         "device": properties.name, "capability": f"{properties.major}.{properties.minor}",
@@ -81,7 +88,7 @@ def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) ->
 
 @cache
 def _kernels() -> str:
-    """A digest of the sources of all kernels: changed kernels are measured again."""
+    """Digest of the sources of all kernels, so that changed kernels are measured again."""
     sources = sorted(Path(str(resources.files("narrowgauge.ops"))).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
@@ -89,8 +96,14 @@ def _kernels() -> str:
 def measured(
     workload: LinearWorkload, names: Sequence[str], device: torch.device
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """(candidate -> seconds, candidate -> why it failed). Raises OutOfMemoryError, and any error of "bf16"."""
+    """Measure all candidates.
+
+    ->  (candidate -> seconds, candidate -> why it failed)
+
+    Raises OutOfMemoryError, and any error of "bf16".
+    """
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    # The caller may be inside no_grad, and its random state must not change with a measurement.
     with torch.random.fork_rng(devices=[index] if device.type == "cuda" else []), torch.enable_grad():
         sets = [inputs(workload, device) for _ in range(INPUT_SETS)]
         steps: dict[str, Step] = {}
@@ -101,7 +114,7 @@ def measured(
                 for turn in range(WARM_UPS):
                     steps[name](turn)
             except torch.OutOfMemoryError:
-                raise
+                raise  # `decide` predicts instead
             except Exception as error:  # a kernel or compiler can raise anything
                 if name == "bf16":
                     raise
@@ -112,7 +125,10 @@ def measured(
 
 
 def step(workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Step:
-    """A function that runs forward and backward of a new layer once. "bf16" is an ordinary nn.Linear."""
+    """Return a function that runs forward and backward of a new layer once.
+
+    name  recipe; "bf16" is an ordinary nn.Linear
+    """
     layer: nn.Linear = nn.Linear(workload.inputs, workload.outputs, workload.biased, device, workload.dtype)
     layer.weight.requires_grad_(workload.trains)
     if name != "bf16":
@@ -123,7 +139,7 @@ def step(workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tenso
     def run(turn: int) -> None:
         x, gy = sets[turn % len(sets)]
         if isinstance(layer, QLinear):
-            layer.empty_cache(keep=True)
+            layer.empty_cache(keep=True)  # as `advance` does: each step casts the weight
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             y = forward(x)
         y.backward(gy)
@@ -133,19 +149,19 @@ def step(workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tenso
 
 
 def compiled_alone(module: nn.Module) -> Any:
-    """torch.compile of the module in a code object of its own.
-
-    Dynamo counts recompilations per code object and falls back to eager at eight; layers of one class share their code.
-    """
+    """torch.compile of the module in a code object of its own."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
+    # Dynamo counts recompilations per code object and falls back to eager mode at eight, without an
+    # error. Layers of one class share their code, so a benchmark would time eager code.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
     return torch.compile(own)
 
 
 def inputs(workload: LinearWorkload, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Activations are bfloat16 for every weight dtype: a float32 weight computes under autocast.
     x = torch.randn(workload.tokens, workload.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     return x, torch.randn(workload.tokens, workload.outputs, device=device, dtype=torch.bfloat16)
 
@@ -157,6 +173,7 @@ def interleaved(
     counts = {name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6)))) for name, run in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
+        # Alternate the direction, so that no candidate always runs after the same one.
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
             samples[name].append(clock(steps[name], counts[name]) / counts[name])
     return {name: statistics.median(found) for name, found in samples.items()}
@@ -186,7 +203,7 @@ def wall_clock(run: Step, count: int) -> float:
     return perf_counter() - started_at_s
 
 
-# --- Kept from run to run ---
+# --- The cache file ---
 
 
 def user_cache() -> Path:
@@ -196,7 +213,7 @@ def user_cache() -> Path:
 def cached(path: Path) -> dict[str, dict[str, float]]:
     """Key -> candidate -> seconds; {} if the file is missing, or damaged (with a warning)."""
     try:
-        if not os.path.lexists(path):
+        if not os.path.lexists(path):  # a dangling link is damage, not a missing file
             return {}
         content = reading.json_of(path, MEASURED)
         if content["format"] != FORMAT:
@@ -214,14 +231,16 @@ def cached(path: Path) -> dict[str, dict[str, float]]:
 
 
 def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
-    """Adds a measurement to the file, atomically; warns if the folder is not writable."""
+    """Adds a measurement to the file, atomically. Warns if the folder is not writable."""
+    # No lock: if two processes write at once, one loses its entry and measures it again later.
+    # Readers find a complete file at any time, since `publish` renames it.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `decide` has warned of a damaged file
+        warnings.simplefilter("ignore")  # `decide` has warned of a damaged file already
         content = {"format": FORMAT, "measured": cached(path) | {key: seconds}}
     draft = temporary(path)
     try:
         write_synced(draft, json.dumps(content, indent=1).encode())
-        draft.chmod(0o600)  # whatever the umask: `cached` refuses what others may write to
+        draft.chmod(0o600)  # whatever the umask: `cached` refuses a file that others may write
         publish(draft, path)
     except OSError as error:
         warnings.warn(f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2)

@@ -1,7 +1,8 @@
-"""Predicts forward and backward of one Linear, where it cannot be measured: its operations, counted, at the rates of a card.
+"""Predict the time of one Linear's forward and backward on a card from counted operations.
 
-The layer runs under fake tensors, with the kernels of that card; what they multiply and move is timed as `narrowgauge plan` does it
-(`ops.timing`). Time of the host, which runs ahead of large products, is left out. Cost: some tens of milliseconds per candidate.
+Used if the layer cannot be measured. It runs under fake tensors with the kernels of that card. Its
+GEMMs and memory traffic are timed as in `narrowgauge plan` (`ops.timing`). Host time, which is
+hidden behind large GEMMs, is left out. Cost: some tens of milliseconds per candidate.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from narrowgauge.ops.timing import rates
 from narrowgauge.ops.timing.cards import Card
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
 
-HOST = torch.device("cpu")  # where fake tensors are, whatever they stand for
+HOST = torch.device("cpu")  # device of the fake tensors; `dry_run` pretends the card's
 
 
 def predicted(workload: LinearWorkload, names: Sequence[str], card: Card) -> dict[str, float]:
-    """Candidate -> seconds on the card, in eager mode. Raises ConfigError for one that its units cannot multiply."""
+    """Candidate -> seconds on the card, in eager mode.
+
+    Raises ConfigError for a candidate that the card's units cannot multiply.
+    """
     return {name: sum(rates.seconds(each, card) for each in counted(workload, name, card)) for name in names}
 
 
 def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
-    """What one forward and backward does, the weight cast anew; the second one, when the state of the recipe is there."""
+    """List the work of one forward and backward pass, the cast of the weight included."""
     done: list[Work] = []
 
     class Noting(TorchDispatchMode):
@@ -42,7 +46,10 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
     def launched(kernel: str, tensors: Any) -> None:
         done.append(of_kernel(0, kernel, tensors))
 
+    # The modes nest in this order. Noting is the innermost, so it receives each operator first and
+    # reads the fake result. Kernels outside the dispatcher report to `launched`.
     with ExitStack() as stack:
+        # Fake tensors draw from the CPU's generator, which must not change.
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for mode in (
             torch.enable_grad(),
@@ -52,7 +59,7 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
         ):
             stack.enter_context(mode)
         run = step(workload, name, [inputs(workload, HOST)], HOST)
-        run(0)
+        run(0)  # the first pass creates state of the recipe; count the second one
         done.clear()
         run(1)
     return done

@@ -1,4 +1,4 @@
-"""What `convert` warns of: weights that are read without their layer, and emulated products."""
+"""Warnings of `convert`: weights that are read without calling their layer, and emulated GEMMs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from narrowgauge.structure import read_weights
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:
-    """Whether the module that holds a Linear multiplies by its weight without calling it, at least in some branch."""
+    """True if the module that holds a Linear multiplies by its weight without calling the layer.
+
+    It is enough that one branch of the module's forward does so.
+    """
     owner, _, own = name.rpartition(".")
     return own in read_weights(model.get_submodule(owner))
 
 
 def warn(model: nn.Module, layers: Iterable[tuple[str, QLinear]]) -> None:
-    """Warns of weights that are read without their layer, and of emulated products.
+    """Warn of weights that are read without calling their layer, and of emulated GEMMs.
 
-    Of emulation on a GPU, where nobody expects it; a CPU emulates all but integers. Not known of a model that is still on its way
-    to the GPU.
+    Emulation is reported on a GPU only: a CPU emulates everything except integers. It is not
+    detected for a model that has not moved to the GPU yet.
     """
     read: list[str] = []
     emulated: dict[tuple[str, str], list[str]] = {}
@@ -31,6 +34,7 @@ def warn(model: nn.Module, layers: Iterable[tuple[str, QLinear]]) -> None:
             continue
         if is_read_by_owner(model, name):
             read.append(name)
+        # Once per recipe and reason, not per layer: a model has hundreds of layers.
         for product, gemm in layer.recipe.gemms().items() if layer.weight.is_cuda else ():
             if (reason := why_emulated(gemm, layer.weight.device)) is not None:
                 emulated.setdefault((layer.recipe.name, f"{product}: {reason}"), []).append(name)

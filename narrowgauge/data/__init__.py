@@ -1,4 +1,4 @@
-"""Turns text and tables into batches: reads strictly, tokenizes once, batches as a pure function of the step.
+"""Reads text, tables and images strictly, tokenizes once, and yields deterministic batches.
 
 Running text, for pretraining:
 
@@ -13,6 +13,8 @@ Examples in rows, for fine-tuning:
     sampler = LengthBatchSampler(examples.lengths, Batching(token_budget=4096))
     collate = Collator(pad_id=pad_id_of(tokenizer), widths=sampler.widths)
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
+
+Batches are a pure function of the step, so a resumed run continues exactly.
 """
 
 from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets, without_targets

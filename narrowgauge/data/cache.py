@@ -1,10 +1,11 @@
-"""Cached arrays: a folder with a memory-mapped file for each array and a JSON index, named by a key of its sources.
+"""Disk cache of arrays: a folder with one memory-mapped file per array and a JSON index.
 
     CACHE/tokens-KEY/train.bin        values, little-endian
-    CACHE/tokens-KEY/index.json       dtype, bytes and SHA-256 of each file, facts, and its own checksum
+    CACHE/tokens-KEY/index.json       dtype, bytes and SHA-256 of each file, facts, own checksum
 
-An entry is written under another name, flushed and renamed, so it is whole or absent. Opening one checks its hashes, about a second
-per GB; an entry with a changed bit is Damaged and never used.
+The key is a hash of everything that determines the contents. An entry is written under a temporary
+name, flushed and renamed, so it is complete or absent. Opening an entry verifies its hashes, about
+1 s per GB. An entry with a changed bit raises Damaged and is never used.
 """
 
 from __future__ import annotations
@@ -28,34 +29,38 @@ from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
 from narrowgauge.storage import flush, locked, publish, reading, storage, sweep, temporary
 
-FORMAT = 2  # of the files; part of the key
+FORMAT = 2  # version of the file format; part of the key
 INDEX = "index.json"
 ENTRY = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Check the disk, or remove it.")
-ARRAY = reading.Kind(
-    most_bytes=2**62, error=StorageError, step="Check the disk, or remove it."
-)  # the index lists its size
-ARRAY_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")  # no path leaves the entry's folder
+# No limit on the size: the index lists it.
+ARRAY = reading.Kind(most_bytes=2**62, error=StorageError, step="Check the disk, or remove it.")
+# No slashes and no leading dot: a forged index cannot name a file outside of the entry's folder.
+ARRAY_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 Values = np.ndarray[Any, np.dtype[Any]]
 Append = Callable[[str, Values], None]  # append(array name, values)
 
 
 class Damaged(Exception):
-    """A cache entry has changed since it was written. Names the file and the fault."""
+    """A cache entry has changed since it was written. The message names the file and the fault."""
 
 
 def token_dtype(largest_token: int) -> np.dtype[Any]:
-    """uint16 if it holds the ids, else uint32; little-endian."""
+    """uint16 if it can hold the ids, else uint32; little-endian."""
     return np.dtype("<u2" if largest_token < 2**16 else "<u4")
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """32 hexadecimal digits of the SHA-256 of `facts`."""
+    """First 32 hexadecimal digits of the SHA-256 of `facts`."""
     return _checksum({"format": FORMAT, **facts})[:32]
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Token ids in reading order, with an end-of-text id after each document. `tokens` is one-dimensional and read-only."""
+    """Token ids in reading order, with an end-of-text id after each document.
+
+    name    for error messages
+    tokens  one-dimensional, read-only
+    """
 
     name: str
     tokens: Values
@@ -66,7 +71,12 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Entry:
-    """An open entry. Pickles as the names of its files."""
+    """An open cache entry. Pickles as file names, not as array contents.
+
+    path    folder
+    dtypes  {array name: dtype}
+    facts   JSON values that `fill` returned
+    """
 
     path: Path
     dtypes: dict[str, str]
@@ -74,17 +84,18 @@ class Entry:
 
     @cached_property
     def arrays(self) -> dict[str, Values]:
-        """One-dimensional, memory-mapped and read-only, by name."""
+        """{name: array}; one-dimensional, memory-mapped and read-only."""
         files = {name: self.path / f"{name}.bin" for name in self.dtypes}
         return {name: _mapped(file, self.dtypes[name]) for name, file in files.items()}
 
     def __getstate__(self) -> dict[str, Any]:
+        # DataLoader workers map the files themselves instead of receiving gigabytes through a pipe.
         return {name: value for name, value in self.__dict__.items() if name != "arrays"}
 
 
 def _mapped(path: Path, dtype: str) -> Values:
     with reading.opened(path, ARRAY) as file:
-        if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+        if not os.fstat(file.fileno()).st_size:  # mmap rejects an empty file
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r")
 
@@ -92,9 +103,15 @@ def _mapped(path: Path, dtype: str) -> Values:
 def cached(
     path: Path, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
 ) -> tuple[Entry, list[str]]:
-    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts."""
+    """Opens the entry at `path`, or creates it if it is missing or damaged.
+
+    dtypes  {array name: dtype}
+    fill    writes the arrays through `append` and returns the facts
+    ->      (entry, notes for the user)
+    """
     notes: list[str] = []
     with storage(path.parent):
+        # Second pass: reopen what was written, so that a faulty disk is noticed at once.
         for just_written in (False, True):
             try:
                 if entry := open_entry(path):
@@ -102,23 +119,26 @@ def cached(
             except Damaged as damage:
                 if just_written:
                     raise StorageError(
-                        f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+                        f"{damage}, though it was just written. Check the disk, or pass another cache folder.",
+                        code="cache.damaged",
                     ) from damage
                 notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
             if not just_written:
                 with new_folder(path, _is_whole) as draft:
                     _write(draft, path.name, dtypes, fill)
     raise StorageError(
-        f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder."
+        f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder.",
+        code="cache.removed",
     )
 
 
 @contextmanager
 def new_folder(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
-    """A locked draft of the folder `path`, published when the body ends and removed if it fails.
+    """Yields a locked draft folder and publishes it as `path` after the body; removed on an error.
 
-    If `path` exists by then and `is_whole`, it stays: another process wrote the same bytes. Otherwise the draft replaces it;
-    readers of the old files are not disturbed. Also removes drafts of killed processes.
+    If `path` exists by then and `is_whole`, it is kept: another process has written the same bytes.
+    Otherwise the draft replaces it. Readers of the old files are not disturbed. Drafts of killed
+    processes are removed as well.
     """
     draft = temporary(path)
     try:
@@ -127,6 +147,8 @@ def new_folder(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
             sweep(path.parent)
             with locked(draft, needed=False):
                 yield draft
+                # Before the rename: after a power cut, a renamed folder must not hold unwritten
+                # data.
                 for file in (*draft.iterdir(), draft):
                     flush(file)
                 _publish(draft, path, is_whole)
@@ -135,6 +157,7 @@ def new_folder(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
 
 
 def _publish(draft: Path, path: Path, is_whole: Callable[[Path], bool]) -> None:
+    # Loop: another process can create or remove `path` between the check and the rename.
     while True:
         try:
             return publish(draft, path)
@@ -157,6 +180,7 @@ def _write(
         files = {array: stack.enter_context((folder / f"{array}.bin").open("xb")) for array in dtypes}
 
         def append(array: str, values: Values) -> None:
+            # Hash and write in one pass over the data.
             raw = values.astype(dtypes[array]).tobytes()
             files[array].write(raw)
             hashes[array].update(raw)
@@ -171,7 +195,10 @@ def _write(
 
 
 def open_entry(path: Path) -> Entry | None:
-    """The entry at `path`; None if it is missing. Raises Damaged if its bytes have changed or belong to another key."""
+    """Opens the entry at `path`; None if it is missing.
+
+    Raises Damaged if its bytes have changed or belong to another key.
+    """
     if not os.path.lexists(path):
         return None
     try:
@@ -202,7 +229,7 @@ def _bytes(path: Path, kind: reading.Kind) -> bytes:
 
 
 def _verify(path: Path, held: Mapping[str, Any]) -> None:
-    """Damaged unless a file has the bytes that the index lists."""
+    """Raises Damaged unless a file has exactly the bytes that the index lists."""
     if not os.path.lexists(path):
         raise Damaged(f"{shown(path)} is missing")
     try:
@@ -217,8 +244,13 @@ def _verify(path: Path, held: Mapping[str, Any]) -> None:
 
 
 def _damage(error: StorageError) -> Exception:
-    """The refusal of a file as damage. An error of the disk stays as it is: nothing is known of the file then."""
+    """Converts a reader's refusal to Damaged, but returns errors of the disk unchanged.
+
+    After a disk error nothing is known about the file, and rebuilding it would not help.
+    """
     cause = error.__cause__
+    # ELOOP, ENXIO and ENOENT: a link, a socket or nothing in the place of the file, so its contents
+    # changed.
     if isinstance(cause, OSError) and cause.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOENT):
         return error
     return Damaged(str(error).rstrip(". "))

@@ -1,11 +1,11 @@
-"""Questions with several answers to choose from (SWAG, RACE, ARC): each choice is a row of its own, and the likeliest is taken.
+"""Multiple-choice examples (SWAG, RACE, ARC): each choice is encoded as a row of its own.
 
     [CLS] context [SEP] question choice [SEP]       with a context and a question
-    [CLS] context [SEP] choice [SEP]                with one of them
+    [CLS] context [SEP] choice [SEP]                with one alone
 
-Choices are a list, or as many columns, or an object with the lists `text` and `label` (ARC). The label is the number of the right one
-from 0, a letter from A, or one of the object's labels. Examples may have different numbers of choices; a batch has no rows that nobody
-asked for.
+Choices are a list, one column per choice, or an object with the lists `text` and `label` (ARC). The
+label is the zero-based number of the right choice, a letter from A, or an entry of the object's
+`label` list. Examples may have different numbers of choices; batches contain no filler rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-SIZES, LONGEST = "sizes", "longest"  # arrays: tokens of each choice, and of the longest
+SIZES, LONGEST = "sizes", "longest"  # array names: tokens of each choice, tokens of the longest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices(Task):
-    """Columns with a context, a question (one of them may be missing), the choices and the number of the right one.
+    """Columns of a multiple-choice table; either context or question may be None.
 
-    choices  a column with a list, or several columns with one choice each
+    context   column with a text
+    question  column with a question about it
+    choices   one column with a list, or several columns with one choice each
+    label     column with the right choice
     """
 
     context: str | None = "context"
@@ -49,9 +52,14 @@ class Choices(Task):
 
     def __post_init__(self) -> None:
         if self.context is None and self.question is None:
-            raise ConfigError("Choices: neither context nor question. Name the column of one at least.")
+            raise ConfigError(
+                "Choices: neither context nor question. Name the column of one at least.", code="choices.no-context"
+            )
         if not self.choices or len(set(self.columns)) != len(self.columns):
-            raise ConfigError(f"Choices: columns {self.columns}. Name each once, and one with choices at least.")
+            raise ConfigError(
+                f"Choices: columns {self.columns}. Name each once, and one with choices at least.",
+                code="choices.columns",
+            )
 
     @property
     def columns(self) -> list[str]:
@@ -82,10 +90,12 @@ class Choices(Task):
         found = [self.read(row) for row in rows]
         encoded = iter(encoder.ids([text for texts, _ in found for text in texts], max_length=max_length))
         for row, (texts, label) in zip(rows, found, strict=True):
+            # All rows' choices were encoded in one call, for the tokenizer's threads.
             parts = [next(encoded) for _ in texts]
             for part in parts:
                 encoder.check_start(part["input_ids"], row.origin)
             sizes = np.array([len(part["input_ids"]) for part in parts])
+            # All choices of an example lie in one array; SIZES holds the borders.
             joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             yield {
                 **joined,
@@ -96,23 +106,35 @@ class Choices(Task):
             }
 
     def read(self, row: Record) -> tuple[list[tuple[str, str]], int]:
-        """The pair of texts of each choice, and the number of the right one. Raises DataError with the row."""
+        """Returns ([(first text, second text) of each choice], number of the right one).
+
+        Raises DataError with the row's origin.
+        """
         choices, names = self._choices(row)
         if len(choices) < 2:
-            raise DataError(f"{row.origin}: {len(choices)} choices, and two at least are needed. Correct the row.")
+            raise DataError(
+                f"{row.origin}: {len(choices)} choices, and two at least are needed. Correct the row.",
+                code="choices.too-few",
+            )
         for place, choice in enumerate(choices):
             if not isinstance(choice, str) or not choice.strip():
-                raise DataError(f"{row.origin}: choice {place} is {choice!r:.60}, and must be a text. Correct the row.")
+                raise DataError(
+                    f"{row.origin}: choice {place} is {choice!r:.60}, and must be a text. Correct the row.",
+                    code="choices.choice",
+                )
             refuse_half_a_pair(choice, f"{row.origin}: choice {place}")
         asked = [row.text(column) for column in (self.context, self.question) if column is not None]
         if not "".join(asked).strip():
-            raise DataError(f"{row.origin}: there is neither a context nor a question. Correct the row, or remove it.")
+            raise DataError(
+                f"{row.origin}: there is neither a context nor a question. Correct the row, or remove it.",
+                code="choices.empty-row",
+            )
         first, *more = asked
         pairs: list[tuple[str, str]] = [(first, " ".join((*more, choice))) for choice in choices]
         return pairs, self._label(row, len(choices), names)
 
     def _choices(self, row: Record) -> tuple[list[Any], list[str]]:
-        """The choices, and the names that they have in the row, if any."""
+        """Returns (choices, their labels in the row or [])."""
         if len(self.choices) > 1:
             return [row.text(column) for column in self.choices], []
         value = row.values[self.choices[0]]
@@ -121,6 +143,7 @@ class Choices(Task):
                 value = json.loads(value)
             except ValueError:
                 value = None
+        # ARC's form; the labels may be "A", "B", ... or "1", "2", ....
         if isinstance(value, dict):
             texts, names = value.get("text"), value.get("label")
             if (
@@ -133,12 +156,13 @@ class Choices(Task):
         if not isinstance(value, list):
             raise DataError(
                 f"{row.origin}: column {self.choices[0]!r} holds no list of texts, and no object with the lists 'text' and 'label'. "
-                "Write one of them, or name the columns of all choices with commas."
+                "Write one of them, or name the columns of all choices with commas.",
+                code="choices.list",
             )
         return value, []
 
     def _label(self, row: Record, count: int, names: list[str]) -> int:
-        """Raises DataError for a label that names no choice."""
+        """Number of the right choice. Raises DataError for a label that names no choice."""
         value = row.values[self.label]
         known = names or [*map(str, range(count))]
         text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
@@ -152,12 +176,13 @@ class Choices(Task):
             else f"a number from 0 to {count - 1} or a letter from A to {LETTERS[min(count, len(LETTERS)) - 1]}"
         )
         raise DataError(
-            f"{row.origin}: label {value!r} in column {self.label!r} names none of {count} choices: it must be {kinds}. Correct the row."
+            f"{row.origin}: label {value!r} in column {self.label!r} names none of {count} choices: it must be {kinds}. Correct the row.",
+            code="choices.label",
         )
 
 
 def choices_of(stored: Stored) -> Indices:
-    """How many choices each example has, int64."""
+    """Number of choices of each example, int64."""
     return stored.sizes(SIZES)
 
 
@@ -169,7 +194,10 @@ def padding_of(
     tokens_multiple: int,
     micro_batches: int = 1,
 ) -> PaddingReport:
-    """As a plan reports it, with every choice a row. steps[step][rank]: the examples of a batch."""
+    """Padding report of a plan in which every choice is a row.
+
+    steps  steps[step][rank] lists the examples of a batch
+    """
     longest, counts, tokens = Choices.lengths(stored), choices_of(stored), stored.sizes("input_ids")
     batches = [np.asarray(batch) for step in steps for batch in step]
     drawn = np.concatenate(batches) if batches else np.zeros(0, np.int64)
@@ -182,6 +210,7 @@ def padding_of(
         )
 
     cut = [np.asarray(run) for batch in batches for run in runs(batch.tolist(), micro_batches)]
+    # Baseline for the report; a fixed seed keeps the figure reproducible.
     mixed = np.array_split(np.random.default_rng(0).permutation(drawn), max(1, len(batches))) if batches else []
     return PaddingReport(
         fixed=waste([drawn] if len(drawn) else [], lambda size, rows: round_up(size, multiple)),

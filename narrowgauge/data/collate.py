@@ -1,16 +1,20 @@
-"""Collates examples into one batch of tensors: padded on the right to a planned width, or several packed in a row.
+"""Collates examples into a batch of tensors, padded on the right to a planned width, or packed.
 
     input_ids       [rows, width] int64, padded with `pad_id`
-    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq; [rows, 2] of spans;
-                    [rows, columns] float32 for regression
-    attention_mask  [rows, width] int64, 1 on the example, from its length (not its ids: pad may equal end of text)
+    labels          the same shape, padded with -100; [rows] class ids for classification; the
+                    decoder's width for seq2seq; [rows, 2] for spans; [rows, columns] float32 for
+                    regression
+    attention_mask  [rows, width] int64, 1 on tokens of the example; from lengths, not from ids,
+                    because the padding id may equal the end-of-text id
     position_ids    [rows, width] int64, continued through the padding
     token_type_ids  as in the examples
 
-Examples of several choices are as many rows, [choices of all, 1, width] and labels [choices of all] (see `heads`).
+Multiple-choice examples have one row per choice: inputs [choices of all, 1, width], labels [choices
+of all] (see `heads`).
 
-Packed rows (items are lists of examples) have no attention_mask of this shape; see `Collator.attention`. `check_packing` finds out
-whether a model reads what they have instead.
+Packed rows (items are lists of examples) have another attention_mask or none; see
+`Collator.attention`. `check_packing` tests if a model respects the borders between packed
+documents.
 """
 
 from __future__ import annotations
@@ -28,24 +32,32 @@ from narrowgauge.data.rows import block_mask, cumulative_lengths, positions, rou
 from narrowgauge.errors import ConfigError, DataError
 
 Example = dict[str, Any]
-CHECKED_TOKENS = (5, 7, 4)  # of the documents of `check_packing`: 16 positions, odd borders
+# Document lengths in `check_packing`: 16 positions in total, with borders at odd positions.
+CHECKED_TOKENS = (5, 7, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
-    """A collate_fn for DataLoader and Trainer. Examples are dicts of input_ids, labels and perhaps token_type_ids.
+    """A collate_fn for DataLoader and Trainer.
 
-    pad_id           any id of the vocabulary; attention ignores these positions (see `pad_id_of`)
-    widths           widths to pad to, from the sampler; None rounds the longest example up to `multiple`
-    tokens_multiple  rows x width is a multiple of it
+    Examples are dicts of input_ids, labels and optionally token_type_ids.
+
+    pad_id           any id of the vocabulary; attention ignores these positions (see
+                     `pad_id_of`)
+    widths           widths to pad to, from the sampler; None rounds the longest example up to
+                     `multiple`
+    multiple         see `widths`
+    tokens_multiple  rows x width is a multiple of this
     position_ids     True adds position_ids to padded batches
-    attention        how packed documents are kept apart:
-                     "mask": a block-diagonal attention_mask [rows, 1, width, width] of bool, for sdpa;
-                     "positions": position_ids and use_cache=False, from which transformers derives the mask for models that
-                     support it;
+    attention        how attention separates packed documents:
+                     "mask": block-diagonal attention_mask [rows, 1, width, width], bool, for
+                     sdpa attention;
+                     "positions": position_ids and use_cache=False, from which transformers
+                     derives the mask for models that support it;
                      "varlen": all rows as one, with cu_seq_lens, for variable-length kernels
     causal           True if the block-diagonal mask is causal; False for encoders
-    shifted          True if labels are compared with the logits before them, so that the first of a packed document is no target
+    shifted          True if the loss compares labels with the previous position's logits; the
+                     first token of a packed document is then no target
     """
 
     pad_id: int
@@ -59,16 +71,23 @@ class Collator:
 
     def __post_init__(self) -> None:
         if self.attention not in ("mask", "positions", "varlen"):
-            raise ConfigError(f"Collator: attention {self.attention!r}. Pass 'mask', 'positions' or 'varlen'.")
+            raise ConfigError(
+                f"Collator: attention {self.attention!r}. Pass 'mask', 'positions' or 'varlen'.",
+                code="collator.attention",
+            )
         if self.pad_id < 0:
-            raise ConfigError(f"Collator: pad_id {self.pad_id} is no token id. Pass pad_id_of(tokenizer).")
+            raise ConfigError(
+                f"Collator: pad_id {self.pad_id} is no token id. Pass pad_id_of(tokenizer).", code="collator.pad-id"
+            )
 
     def __call__(self, items: Sequence[Example | Sequence[Example]]) -> Batch:
         if not items:
-            raise DataError("Collator: the batch is empty. Pass at least one example.")
+            raise DataError("Collator: the batch is empty. Pass at least one example.", code="collator.empty")
         packed = [item for item in items if not isinstance(item, dict)]
         if 0 < len(packed) < len(items):
-            raise DataError("Collator: the batch mixes examples with packed rows. Pass one kind.")
+            raise DataError(
+                "Collator: the batch mixes examples with packed rows. Pass one kind.", code="collator.mixed"
+            )
         if packed:
             return self._packed(packed)
         examples = [item for item in items if isinstance(item, dict)]
@@ -90,7 +109,11 @@ class Collator:
         return batch
 
     def _of_choices(self, examples: Sequence[Example]) -> Batch:
-        """Each choice is a row, and the label of an example stands at the first of its rows: the row of the right choice."""
+        """Batch with one row per choice.
+
+        The label at an example's first row is the row number of its right choice; other rows have
+        IGNORED.
+        """
         counts = [len(example["input_ids"]) for example in examples]
         rows = [
             {name: parts[place] for name, parts in example.items() if name != "labels"}
@@ -110,6 +133,7 @@ class Collator:
 
     def _labels(self, examples: Sequence[Example], sizes: list[int], width: int) -> Tensor:
         labels = [example["labels"] for example in examples]
+        # The kind of task shows in the labels: scalar = class, float = regression, tuple = span.
         if np.ndim(labels[0]) == 0:
             return torch.tensor([int(label) for label in labels])
         if np.asarray(labels[0]).dtype.kind == "f":
@@ -117,16 +141,22 @@ class Collator:
         if isinstance(labels[0], tuple):
             return torch.tensor(labels)
         lengths = [len(label) for label in labels]
-        if lengths != sizes:  # the decoder's side
+        if lengths != sizes:  # seq2seq: labels have the target's length
             width = self._width(max(lengths), len(examples))
         return _filled(labels, width, IGNORED)
 
     def _targets(self, labels: Any, tokens: int) -> np.ndarray[Any, Any]:
-        """Labels of a packed document; if shifted without that of its first token, a target of the document before."""
+        """Labels of a packed document.
+
+        If labels are shifted, the first is ignored: it would be predicted from the previous
+        document.
+        """
         found = np.array(labels)
         if found.shape != (tokens,):
             raise ConfigError(
-                f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only one for each token. Leave row_length out."
+                f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only one for "
+                f"each token. Leave row_length out.",
+                code="collator.labels",
             )
         if self.shifted:
             found[:1] = IGNORED
@@ -144,7 +174,9 @@ class Collator:
         if self.attention == "mask":
             batch["attention_mask"] = block_mask(document, causal=self.causal)
         elif self.attention == "positions":
-            # transformers 5 (masking_utils) reads position_ids only without a cache, and makes one by default.
+            # transformers 5.23 derives the packed mask from position_ids only without a cache, and
+            # models create one by default, also in training. With position_ids alone, documents
+            # leaked: changing one moved another's logits by 15 % (docs/log.md).
             batch["use_cache"] = False  # type: ignore[assignment]
         elif self.attention == "varlen":
             batch = {name: values.reshape(1, -1) for name, values in batch.items()}
@@ -155,7 +187,7 @@ class Collator:
 
 
 def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:
-    """[len(rows), width] int64, each row padded with the filler."""
+    """[len(rows), width] int64, each row padded with `filler`."""
     found = np.full((len(rows), width), filler, dtype=np.int64)
     for place, row in enumerate(rows):
         found[place, : len(row)] = row
@@ -163,60 +195,76 @@ def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:
 
 
 def pad_id_of(tokenizer: Any) -> int:
-    """The tokenizer's pad id, else its end-of-text id, else 0: masks come from lengths, so any id serves."""
+    """The tokenizer's padding id, else its end-of-text id, else 0.
+
+    Any id works, because masks are computed from lengths.
+    """
     return next((int(id) for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PackingCheck:
-    """Largest change of a logit, as a share of the largest logit."""
+    """Largest change of a logit, relative to the largest logit.
 
-    noise: float  # between two equal calls; 0, unmeasured, if `leak` is 0 and `alone` within its tolerance
-    leak: float  # in other documents when one changes
-    alone: float  # between a packed document and the same document alone
+    noise  between two equal calls; 0 and not measured if `leak` is 0 and `alone` within
+           tolerance
+    leak   in other documents when one document changes
+    alone  between a packed document and the same document by itself
+    """
+
+    noise: float
+    leak: float
+    alone: float
 
 
 def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = None, seed: int = 0) -> PackingCheck:
-    """Checks that a model keeps packed documents apart: changes one of them and compares the logits of the others.
+    """Checks that a model separates packed documents: changes one, and compares the others' logits.
 
     vocabulary  upper limit of the random ids; None means the model config's
 
-    Costs three forward passes of at most 32 tokens, four where they differ at all; restores the model's training mode. Raises
-    ConfigError if another document's logits move by more than equal calls differ, or if a packed document has other logits than alone.
-    Recipes with one scale per tensor couple documents by rounding: suspend the recipe for the check.
+    Costs three forward passes of at most 32 tokens, four if the logits differ at all. Restores the
+    model's training mode. Raises ConfigError if another document's logits move by more than equal
+    calls differ, or if a packed document has other logits than by itself. Recipes with per-tensor
+    scales couple documents through rounding: suspend the recipe for the check.
     """
     vocabulary = vocabulary or int(model.config.get_text_config().vocab_size)
     draw = torch.Generator().manual_seed(seed)
     documents = [torch.randint(vocabulary, (size,), generator=draw).numpy() for size in CHECKED_TOKENS]
-    # Rounding of the weights' dtype over some layers, as other positions use other kernels; wrong positions differ far more.
+    # Accumulated rounding in the weights' dtype, since other positions use other kernels. Wrong
+    # positions cause far larger differences.
     tolerance = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            # The sampler's widths are hundreds of times what three short documents need.
+            # The sampler's widths can be hundreds of times wider than three short documents.
             found = _compared(model, replace(collator, widths=None), documents, vocabulary, tolerance)
     finally:
         model.train(training)
     kind = getattr(model.config, "_attn_implementation", "unknown")
     what = f"{type(model).__name__} with {kind} attention and collator attention {collator.attention!r}"
     step = "Use the collator's attention='mask' with sdpa, a variable-length attention, or pad instead of packing."
-    # Equal calls agree up to unordered sums; a leak in a randomly initialized model is far above 1e-5.
+    # Equal calls agree up to the order of sums; a leak is far above 1e-5 even with random weights.
     if not found.leak <= 1e-5 + 4 * found.noise:
         raise ConfigError(
             f"check_packing: {what} mixes packed documents: changing one moves another's logits by {found.leak:.2g} of the "
-            f"largest (equal calls: {found.noise:.2g}). {step}"
+            f"largest (equal calls: {found.noise:.2g}). {step}",
+            code="packing.mixes",
         )
     if not found.alone <= tolerance + 4 * found.noise:
         raise ConfigError(
             f"check_packing: {what} sees a packed document otherwise than alone: its logits differ by {found.alone:.2g} of the "
-            f"largest, more than {tolerance:g}. Its positions may not restart. {step}"
+            f"largest, more than {tolerance:g}. Its positions may not restart. {step}",
+            code="packing.positions",
         )
     return found
 
 
 def _compared(model: Any, collator: Collator, documents: list[Any], vocabulary: int, tolerance: float) -> PackingCheck:
-    """Calls compared for a leak have the same shape, so that the same kernels compute a position in both."""
+    """Measures the three differences.
+
+    Compared calls have the same shape, so that the same kernels compute a position in both.
+    """
     device = next(model.parameters()).device
 
     def logits(rows: list[list[Any]]) -> Tensor:

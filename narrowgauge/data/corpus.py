@@ -1,15 +1,20 @@
 """Turns a source and a tokenizer into two cached streams of token ids, for training and validation.
 
-    read the source once: content hash, number of documents, split       (errors in the data appear here)
-    open the cache entry of (content, tokenizer, split); done if it is whole
-    read the source again: split, tokenize in batches, append an end-of-text id to each document, write
+    1. read the source: content hash, number of documents, split; errors in the data appear here
+    2. open the cache entry of (content, tokenizer, split); done if it is complete
+    3. read the source again: split, tokenize in batches, append an end-of-text id to each
+       document, write
 
-Every call reads the source once even if the tokens are cached, because only the content tells whether it has changed. Memory
-holds one batch of BATCH_CHARS and a few copies of one document.
+Every call reads the source once even if the tokens are cached, because only the content shows if it
+has changed. Memory holds one batch of BATCH_CHARS and a few copies of one document.
 
-The split is a pure function of the seed and the text. By document: one validates if  hash(seed, text) / 2**64 < fraction, so adding,
-removing or reordering documents moves no other, and copies of a document are on the same side. By tail, if there are fewer than
-FEW_DOCUMENTS or a side would be empty: the last `fraction` of each document validates, cut at a line end if one is near.
+The split is a pure function of the seed and the text. There are two ways:
+
+    by document    a document validates if hash(seed, text) / 2**64 < fraction, so adding, removing
+                   or reordering documents moves no other, and copies are on the same side
+    by tail        the last `fraction` of each document validates, cut at a line end if one is near
+
+The second way is used if there are fewer than FEW_DOCUMENTS, or if a side would be empty.
 """
 
 from __future__ import annotations
@@ -34,9 +39,11 @@ from narrowgauge.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FEW_DOCUMENTS = 20
-BATCH_CHARS = 16 * PIECE_CHARS  # per call of the tokenizer
-BATCH_PIECES = 8192  # likewise: each piece returns an object of about a kilobyte
+FEW_DOCUMENTS = 20  # below this number, documents are split by tail
+# Limits of one call of the tokenizer. The second bounds memory for many small documents: each piece
+# returns an object of about 1 kB.
+BATCH_CHARS = 16 * PIECE_CHARS
+BATCH_PIECES = 8192
 TRAIN, VALIDATION = SIDES = ("train", "validation")
 
 
@@ -44,9 +51,11 @@ TRAIN, VALIDATION = SIDES = ("train", "validation")
 class Corpus:
     """The training and validation streams.
 
-    summary  JSON values for run.json: source, documents, train_documents, validation_documents, train_tokens,
-             validation_tokens, unigram_entropy (nats per training token), split (a clause), tokenizer, tokenizer_fingerprint,
-             vocab_size, content_hash, notes (sentences for the user)
+    summary        JSON values for run.json: source, documents, train_documents,
+                   validation_documents, train_tokens, validation_tokens, unigram_entropy (nats per
+                   training token), split (a clause), tokenizer, tokenizer_fingerprint, vocab_size,
+                   content_hash, notes (sentences for the user)
+    largest_token  largest token id in either stream
     """
 
     train: TokenStream
@@ -57,7 +66,12 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The rule for one corpus."""
+    """The split of one corpus.
+
+    fraction     share held out for validation
+    seed         seed of the split
+    by_document  True: whole documents; False: the tail of each document
+    """
 
     fraction: float
     seed: int
@@ -73,7 +87,7 @@ class Split:
         return f"by tail: the last {share} of each document validates, because there are too few documents to split by"
 
     def parts(self, text: str, digest: bytes) -> Iterator[tuple[str, str]]:
-        """(side, text) of each part that is not blank: one if split by document, else two."""
+        """Yields (side, text) of each non-blank part: one part by document, two by tail."""
         if self.by_document:
             yield VALIDATION if validates(digest, fraction=self.fraction, seed=self.seed) else TRAIN, text
             return
@@ -84,16 +98,22 @@ class Split:
 
 
 def validates(digest: bytes, *, fraction: float, seed: int) -> bool:
-    """True if the document with this SHA-256 validates in a split by document."""
+    """True if the document with this SHA-256 validates, in a split by document."""
     draw = hashlib.sha256(b"%d:" % seed + digest).digest()
+    # Python compares int and float exactly, without rounding the 64-bit integer.
     return int.from_bytes(draw[:8], "big") < fraction * 2**64
 
 
 def tail_cut(text: str, fraction: float) -> int:
-    """Where the validation part begins: the nearest line start that gives half to twice the fraction, else inside a line."""
+    """Index of the first validation character.
+
+    It is the nearest line start that holds out half to twice the fraction, else a position inside a
+    line.
+    """
     share = int(len(text) * fraction)
     target = len(text) - share
     starts = text.rfind("\n", 0, target) + 1, text.find("\n", max(target - 1, 0)) + 1
+    # Candidates that hold out between half and twice the share.
     near = [start for start in starts if start > 0 and share <= 2 * (len(text) - start) <= 4 * share]
     return min(near, key=lambda start: abs(start - target), default=target)
 
@@ -108,14 +128,18 @@ def prepare(
     column: str | None = None,
     separator: str | None = None,
 ) -> Corpus:
-    """The corpus of `source` (see `documents`) in the ids of `tokenizer`, cached in the folder `cache`.
+    """Tokenizes `source` (see `documents`) with `tokenizer`, cached in the folder `cache`.
 
-    Special tokens that the text spells out become special ids, as in `tokenizer(text)`; a note counts them. A damaged cache
-    entry is made again, and a note says so. Raises DataError for faulty data or tokenizers, ConfigError for a bad
-    fraction, StorageError if the cache cannot be written.
+    Special tokens that the text spells out become special ids, as in `tokenizer(text)`; a note
+    counts them. A damaged cache entry is rebuilt, and a note says so. Raises DataError for faulty
+    data or tokenizers, ConfigError for an invalid fraction, StorageError if the cache cannot be
+    written.
     """
     if not 0 <= validation_fraction < 1:
-        raise ConfigError(f"validation_fraction: {validation_fraction} is not in [0, 1). 0 holds nothing out.")
+        raise ConfigError(
+            f"validation_fraction: {validation_fraction} is not in [0, 1). 0 holds nothing out.",
+            code="corpus.validation-fraction",
+        )
     read = partial(documents, source, column=column, separator=separator)
     job = _Job(shown(source), read, tokenizer, validation_fraction, seed)
     arrays = dict.fromkeys(SIDES, token_dtype(job.vocabulary - 1))
@@ -146,17 +170,18 @@ def prepare(
 
 
 def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
-    """Raises DataError if the corpus holds a token id outside the model's vocabulary."""
+    """Raises DataError if the corpus has a token id outside of the model's vocabulary."""
     largest = corpus.largest_token
     if largest >= model_vocabulary:
         raise DataError(
             f"{corpus.summary['source']}: the data holds token id {largest}, but the model's vocabulary has {model_vocabulary} "
-            f"entries. Use the tokenizer that belongs to the model, or a model with vocab_size {largest + 1} or more."
+            f"entries. Use the tokenizer that belongs to the model, or a model with vocab_size {largest + 1} or more.",
+            code="corpus.vocabulary",
         )
 
 
 class _Job:
-    """Everything that determines the bytes of a cache entry. Reads the source once."""
+    """Collects everything that determines the bytes of a cache entry. Reads the source once."""
 
     def __init__(
         self,
@@ -177,9 +202,10 @@ class _Job:
         self.split = Split(fraction=fraction, seed=seed, by_document=by_document)
         self.source, self.read, self.unknown = source, read, tokenizer.unk_token_id
         self.backend, self.end_of_text = plain_backend(tokenizer), end_of_text(tokenizer)
+        # Not len(): added tokens can leave gaps in the ids.
         self.vocabulary = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         self.facts = {
-            "content_hash": content.hexdigest(),  # over the documents' own, in reading order
+            "content_hash": content.hexdigest(),  # hash of the documents' hashes, in reading order
             "tokenizer": fingerprint(tokenizer),
             "tokenizers": __version__,
             "end_of_text": self.end_of_text,
@@ -188,8 +214,11 @@ class _Job:
         }
 
     def fill(self, append: Append) -> dict[str, Any]:
-        """Writes the ids of both sides. Raises DataError if the data have changed, or a side that should have text has none."""
-        counts = {side: np.zeros(self.vocabulary, np.int64) for side in SIDES}  # how often each id was written
+        """Writes the ids of both sides and returns the entry's facts.
+
+        Raises DataError if the data have changed, or if a side that should have text has none.
+        """
+        counts = {side: np.zeros(self.vocabulary, np.int64) for side in SIDES}  # of each id
         ends = dict.fromkeys(SIDES, 0)
         for batch in _batches(self._pieces()):
             encodings = self.backend.encode_batch_fast([piece for _, piece, _ in batch], add_special_tokens=False)
@@ -205,13 +234,16 @@ class _Job:
             if int(counts[side].sum()) == ends[side] and (side == TRAIN or self.split.fraction > 0):
                 raise DataError(
                     f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split {self.split.words}). "
-                    "Pass more text, or another validation_fraction."
+                    "Pass more text, or another validation_fraction.",
+                    code="corpus.no-tokens",
                 )
         total = counts[TRAIN] + counts[VALIDATION]
         share = counts[TRAIN][counts[TRAIN] > 0] / counts[TRAIN].sum()
+        # GPT-2's unk_token is its end-of-text token, which is no sign of unknown text.
         unknown = self.unknown if self.unknown != self.end_of_text else None
         added = self.backend.get_added_tokens_decoder().items()
         special = [id for id, token in added if token.special and id != unknown]
+        # End-of-text ids that this function appended are not in the text.
         own = sum(ends.values()) if self.end_of_text in special else 0
         return {
             "documents": ends,
@@ -222,7 +254,10 @@ class _Job:
         }
 
     def _pieces(self) -> Iterator[tuple[str, str, bool]]:
-        """(side, text, whether it ends its document) of each piece. Raises DataError at the end if the content has changed."""
+        """Yields (side, text, True for a document's last piece).
+
+        Raises DataError at the end if the content has changed since the first reading.
+        """
         content = hashlib.sha256()
         for document in self.read():
             content.update(digest := _digest(document))
@@ -232,7 +267,8 @@ class _Job:
                 yield side, last, True
         if content.hexdigest() != self.facts["content_hash"]:
             raise DataError(
-                f"{self.source}: the data changed while it was read. Start again when nothing writes to it."
+                f"{self.source}: the data changed while it was read. Start again when nothing writes to it.",
+                code="data.changed",
             )
 
 

@@ -1,6 +1,7 @@
-"""Encodes thousands of texts per call of the Rust tokenizer, which uses all its threads.
+"""Encodes thousands of texts per call of the Rust tokenizer, which uses all cores.
 
-Slow tokenizers (written in Python, one text at a time) are refused beyond SLOW_ROWS texts unless allow_slow=True.
+Slow tokenizers (written in Python, one text at a time) are refused beyond SLOW_ROWS texts unless
+allow_slow=True.
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ from narrowgauge.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH_ROWS = 4096  # texts per call; each returns an object of a few kilobytes
-SLOW_ROWS = 2000  # one or two seconds with a slow tokenizer
+BATCH_ROWS = 4096  # texts per call; each returns an object of a few kB
+SLOW_ROWS = 2000  # texts; one or two seconds with a slow tokenizer
 Text = str | tuple[str, str]
 
 
 class Encoder:
-    """A tokenizer for lists of texts, or of pairs that it joins, without the truncation and padding of its files."""
+    """A tokenizer for batches of texts or text pairs.
+
+    The truncation and padding settings in the tokenizer's files are ignored.
+
+    tokenizer   the transformers tokenizer
+    name        its name, for error messages
+    vocabulary  largest token id + 1
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_slow: bool = False):
         self.tokenizer: Any = tokenizer
@@ -37,11 +45,14 @@ class Encoder:
         self.allow_slow = allow_slow
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
         self._slow_texts = 0
-        self._of_words: Any = None  # the Rust tokenizer of texts in words, made when it is asked for
-        self._backend = self._target = None  # the Rust tokenizer of sources, and of a seq2seq model's targets
+        self._of_words: Any = None  # Rust tokenizer of pre-split words, created on first use
+        self._backend = self._target = None  # Rust tokenizers of sources and of seq2seq targets
         if getattr(tokenizer, "is_fast", False):
+            # trim_offsets=False: trimmed offsets leave out a token's leading space, so a token
+            # across the border of a prompt that ends in a space would seem to start behind it.
             self._backend = self._target = plain_backend(self.tokenizer, trim_offsets=False)
-            if hasattr(tokenizer, "_switch_to_target_mode"):  # translation tokenizers add another language code there
+            # Translation tokenizers add another language code to targets.
+            if hasattr(tokenizer, "_switch_to_target_mode"):
                 tokenizer._switch_to_target_mode()
                 try:
                     self._target = plain_backend(self.tokenizer, trim_offsets=False)
@@ -66,6 +77,7 @@ class Encoder:
         kind = type(self.tokenizer)
         digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}".encode())
         with tempfile.TemporaryDirectory() as folder:
+            # A slow tokenizer has no state to serialize; hash the files that it would save.
             self.tokenizer.save_pretrained(folder)
             for path in sorted(each for each in Path(folder).rglob("*") if each.is_file()):
                 digest.update(path.name.encode() + path.read_bytes())
@@ -74,7 +86,10 @@ class Encoder:
     def rows(
         self, rows: Sequence[Record], text: str, pair: str | None, max_length: int | None = None
     ) -> Iterator[dict[str, Values]]:
-        """`ids` of a column of texts, or of pairs with a second column. Where nothing is written there are none."""
+        """Yields the encoding of a text column, or of pairs with a second one.
+
+        A row without text gets no ids, not even special tokens.
+        """
         texts: list[Text] = [row.text(text) for row in rows]
         if pair is not None:
             texts = [(str(first), row.text(pair)) for first, row in zip(texts, rows, strict=True)]
@@ -85,10 +100,11 @@ class Encoder:
     def ids(
         self, texts: Sequence[Text], *, target: bool = False, max_length: int | None = None
     ) -> list[dict[str, Values]]:
-        """input_ids and token_type_ids of each text, with the tokenizer's special tokens.
+        """Encodes each text with the tokenizer's special tokens, as input_ids and token_type_ids.
 
         target      True encodes the target text of a seq2seq model
-        max_length  truncates to it (the longer of a pair first) and keeps special tokens; None does not truncate
+        max_length  truncates to this length (the longer text of a pair first) and keeps special
+                    tokens; None does not truncate
         """
         backend = self._target if target else self._backend
         if backend is None:
@@ -107,7 +123,8 @@ class Encoder:
         if self._slow_texts > SLOW_ROWS and not self.allow_slow:
             raise ConfigError(
                 f"{self.name}: {type(self.tokenizer).__name__} is a slow tokenizer, written in Python, and the data has more "
-                f"than {SLOW_ROWS} texts. Pass one with tokenizer.json, or allow_slow=True to wait for it."
+                f"than {SLOW_ROWS} texts. Pass one with tokenizer.json, or allow_slow=True to wait for it.",
+                code="tokenizer.slow",
             )
         cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
         found = []
@@ -120,21 +137,29 @@ class Encoder:
         return found
 
     def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
-        """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens. Refuses slow tokenizers."""
+        """Encodes each text with character spans. Refuses slow tokenizers.
+
+        special  add special tokens
+        ->       (ids, [tokens, 2] start and end character; -1, -1 for added special tokens)
+        """
         if self._backend is None:
             raise self._no_spans("prompts and chats")
         found = []
         for encoding in self._backend.encode_batch(list(texts), add_special_tokens=special):
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            if special:  # the mask also holds special tokens that the text spells out; they cover characters
+            # The mask also marks special tokens that the text spells out. Those cover characters.
+            if special:
                 places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
             found.append((np.array(encoding.ids, np.int64), places))
         return found
 
     def words(self, rows: Sequence[Sequence[str]], *, max_length: int | None = None) -> list[dict[str, Values]]:
-        """input_ids, token_type_ids and `words`, the number of the word of each token or -1, of rows that are split into words.
+        """Encodes rows that are split into words.
 
-        Every word is encoded as one behind a space, also by byte-level tokenizers that would join it to the one before.
+        ->  input_ids, token_type_ids, and `words`: each token's word number, or -1
+
+        Every word is encoded as if it followed a space, also by byte-level tokenizers that would
+        otherwise join it to the previous word.
         """
         if self._backend is None:
             raise self._no_spans("tags")
@@ -154,15 +179,18 @@ class Encoder:
     def windows(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int | None, stride: int
     ) -> list[list[dict[str, Values]]]:
-        """Windows over the second text of each pair, with the whole first: input_ids, token_type_ids, and `offsets` [tokens, 2].
+        """Encodes windows over the second text of each pair, each with the whole first text.
 
-        offsets  start and end character in the second text; -1 for all other tokens
-        stride   tokens of the second text that neighbouring windows share
+        stride  tokens of the second text that neighbouring windows share
+        ->      for each pair a list of windows, with input_ids, token_type_ids and `offsets`
 
-        A pair whose first text leaves no more room than `stride` has one window, longer than max_length.
+        `offsets` [tokens, 2] are start and end character in the second text, -1 for all other
+        tokens. If the first text leaves no more room than `stride`, the pair gets one window,
+        longer than max_length.
         """
         if self._backend is None:
             raise self._no_spans("answers")
+        # Encoded once without truncation, to find pairs whose first text leaves room for windows.
         whole = self._cut(self._backend, list(pairs), {"max_length": None})
         if max_length is None:
             return [[_window(found)] for found in whole]
@@ -179,18 +207,20 @@ class Encoder:
         return result
 
     def _cut(self, backend: Any, texts: list[Any], truncation: dict[str, Any], **options: Any) -> list[Any]:
-        """Encodings with special tokens, cut as `truncation` says unless its max_length is None."""
+        """Encodings with special tokens, truncated by `truncation` unless max_length is None."""
         if truncation["max_length"] is not None:
             backend.enable_truncation(**truncation)
         try:
             return list(backend.encode_batch(texts, add_special_tokens=True, **options))
         finally:
+            # Truncation is state of the shared backend; leaving it on would cut later calls.
             backend.no_truncation()
 
     def _no_spans(self, what: str) -> ConfigError:
         return ConfigError(
             f"{self.name}: a slow tokenizer does not know which characters a token covers, but {what} need that. "
-            "Load it with its tokenizer.json."
+            "Load it with its tokenizer.json.",
+            code="tokenizer.no-offsets",
         )
 
     def check_start(self, ids: Values, origin: str) -> None:
@@ -201,12 +231,13 @@ class Encoder:
             token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
             raise DataError(
                 f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "
-                "Take it out of the text, or out of the chat template."
+                "Take it out of the text, or out of the chat template.",
+                code="tokenizer.doubled-token",
             )
 
 
 def _window(found: Any) -> dict[str, Values]:
-    """Arrays of an encoding of a pair; see `Encoder.windows`."""
+    """Arrays of one encoded pair; see `Encoder.windows`."""
     offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
     offsets[[part != 1 for part in found.sequence_ids]] = -1
     ids, types = np.array(found.ids, np.int64), np.array(found.type_ids, np.int64)

@@ -1,12 +1,13 @@
-"""Encodes the rows of a table as examples, cached on disk.
+"""Encodes the rows of a table as training examples, cached on disk.
 
     examples = prepare_examples("train.jsonl", Completion(), tokenizer, cache="cache")
-    examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 where no loss is computed
-    examples.lengths      tokens of each, for `plan` and `LengthBatchSampler`; examples.strata groups of their labels
+    examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 without loss
+    examples.lengths      tokens of each example, for `plan` and `LengthBatchSampler`
+    examples.strata       groups of their labels, for the same
 
-The cache key holds everything that determines the ids: the files' bytes, the tokenizer, the task with its columns, the chat
-template and the options. Rows that are too long or have no target raise an error that counts them, unless `Limits` sets a policy; a
-note then counts them.
+The cache key covers everything that determines the ids: the files' bytes, the tokenizer, the task
+with its columns, the chat template and the options. Rows that are too long or have no target raise
+an error with their number. If `Limits` sets a policy, a note reports the number instead.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ from narrowgauge.storage import reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # of the files; part of the key
+FORMAT = 1  # version of the arrays' layout; part of the key
 LENGTH = np.dtype("<u4")
 NO_CUT = "'skip' (windows cut no context; too long is what leaves no room for it beside `stride`)"
 
 
 class Examples(Stored):
-    """Encoded examples as a map-style dataset for torch's DataLoader or transformers' Trainer; memory-mapped.
+    """Encoded examples as a memory-mapped dataset, for DataLoader or transformers' Trainer.
 
-    examples[i]             causal-lm: input_ids, labels (same length, unshifted, -100 where no loss is computed)
-                            classification: input_ids, labels (one int), token_type_ids if the tokenizer has them
-                            seq2seq: input_ids, labels (of their own length)
-                            regression: as classification, with labels [columns] float64
-    examples[3, 1, 4]       the list of these examples, for a packed row
-    examples.select(rows)   a subset, whose summary stays that of all
+    examples[i]             a dict, see below
+    examples[3, 1, 4]       list of the three examples, for a packed row
+    examples.select(rows)   a subset, with the summary of the whole
+
+    causal-lm       input_ids, labels (same length, unshifted, -100 without loss)
+    classification  input_ids, labels (one int), token_type_ids if the tokenizer has them
+    seq2seq         input_ids, labels (with a length of their own)
+    regression      as classification, with labels [columns] float64
     """
 
     def __init__(self, task: type[Task], entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
@@ -58,6 +61,7 @@ class Examples(Stored):
 
     @property
     def kind(self) -> Kind:
+        """Kind of the task."""
         return self.task.kind
 
     @property
@@ -72,7 +76,7 @@ class Examples(Stored):
 
     @property
     def strata(self) -> Indices | None:
-        """Of each example the group of its label, for `plan` and `LengthBatchSampler`: see `strata`; None where a task has none."""
+        """Label group of each example (see `strata`), or None if the task has no groups."""
         return self.task.strata(self)
 
     @property
@@ -91,24 +95,37 @@ class Examples(Stored):
 
 
 def _wide(values: Values) -> Values:
-    """Whole numbers as int64, others as they are."""
+    """Integers as int64, which torch's indexing needs; other arrays as they are."""
+    # np.array copies: a tensor over the read-only memory map would raise a warning in torch.
     return values.astype(np.int64) if values.dtype.kind in "iu" else np.array(values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The policy for rows of more than max_length tokens, or without a target: "error" counts them, "skip" leaves them out."""
+    """Policy for rows that are too long or have no target.
+
+    max_length  most tokens of an example; None: unlimited
+    too_long    "error", "skip", or "truncate", which cuts the end (of a pair, the longer
+                text's)
+    no_target   "error" or "skip"
+
+    "error" raises with the number of such rows; the others report it in a note.
+    """
 
     max_length: int | None = None
-    too_long: Literal["error", "truncate", "skip"] = "error"  # "truncate" cuts the end (of a pair, of the longer one)
+    too_long: Literal["error", "truncate", "skip"] = "error"
     no_target: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.")
+            raise ConfigError(
+                f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.",
+                code="examples.max-length",
+            )
         if self.too_long not in ("error", "truncate", "skip") or self.no_target not in ("error", "skip"):
             raise ConfigError(
-                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long."
+                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long.",
+                code="examples.policy",
             )
 
 
@@ -122,32 +139,38 @@ def prepare_examples(
     header: Sequence[str] | None = None,
     allow_slow: bool = False,
 ) -> Examples:
-    """The rows of `source` (a file or glob of tables) as examples of `task`, cached in the folder `cache`.
+    """Encodes the rows of `source` (a file or glob of tables) as examples of `task`, with a cache.
 
+    cache       folder of the cache
+    limits      policy for long rows and rows without a target
     header      column names of CSV and TSV files without a header row
     allow_slow  allows a slow tokenizer for more than SLOW_ROWS texts
 
-    Reads the files once for the key, and again if they are not cached. Memory: one batch of rows and the lengths. A damaged entry
-    is made again, and a note says so. Raises DataError for faulty data (file and line) or tokenizers, ConfigError for
-    wrong options, StorageError if the cache cannot be written.
+    Reads the files once for the key, and again if they are not cached. Memory: one batch of rows
+    and the lengths. A damaged entry is rebuilt, and a note says so. Raises DataError for faulty
+    data (with file and line) or tokenizers, ConfigError for invalid options, StorageError if the
+    cache cannot be written.
     """
     job = _Job(source, task, Encoder(tokenizer, allow_slow=allow_slow), limits or Limits(), header)
     arrays = job.fields | {f"{name}.lengths": LENGTH for name in job.fields}
     entry, notes = cached(Path(cache) / f"examples-{job.key}", arrays, job.fill)
     names = list(job.fields)
     if "token_type_ids" in names and "token_type_ids" not in tokenizer.model_input_names:
+        # Stored anyway: the cache entry does not depend on which inputs the model takes.
         names.remove("token_type_ids")
     notes = [*entry.facts["notes"], *notes]
     return Examples(type(task), entry, names, {**entry.facts, "source": shown(source), "notes": notes})
 
 
 class _Job:
-    """Everything that determines the bytes of a cache entry, and what is counted while they are written."""
+    """Everything that determines the bytes of a cache entry, and counters for its notes."""
 
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
         if task.windows and limits.too_long == "truncate":
-            raise ConfigError("too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.")
+            raise ConfigError(
+                "too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.", code="examples.windows"
+            )
         self.fields = task.arrays(encoder)
         self.content = self._content()
         facts = {
@@ -159,7 +182,7 @@ class _Job:
         }
         self.key = key_of({**facts, **encoder.facts()})
         self.counts = Counter[str]()  # rows, examples, tokens, targets, too_long, no_target
-        self.first: dict[str, str] = {}  # origin of the first row that is too_long or has no_target
+        self.first: dict[str, str] = {}  # fault -> origin of the first row with this fault
         self.notes = Notes()
         self.longest = self.largest_token = 0
 
@@ -168,6 +191,8 @@ class _Job:
         digest = hashlib.sha256()
         for path in files_of(os.fspath(self.source)):
             with reading.opened(path, USERS) as file:
+                # The suffix decides how the bytes are parsed. The path does not count: a moved file
+                # stays cached.
                 digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
@@ -176,14 +201,18 @@ class _Job:
         rows = records(self.source, self.task.columns, header=self.header)
         while batch := list(islice(rows, BATCH_ROWS)):
             if kept := list(self._kept(batch)):
+                # Batch by batch: memory holds one batch of rows, whatever the table's size.
                 for name in self.fields:
                     values = [example[name] for example in kept]
                     append(name, np.concatenate(values))
                     append(f"{name}.lengths", np.array([len(each) for each in values]))
         notes = [note.replace("{count}", str(count)) for note, count in self.notes.items() if count] + self._judged()
+        # The key was computed before; a file that changed since would be cached under the wrong
+        # key.
         if self._content() != self.content:
             raise DataError(
-                f"{shown(self.source)}: the data changed while it was read. Start again when nothing writes to it."
+                f"{shown(self.source)}: the data changed while it was read. Start again when nothing writes to it.",
+                code="data.changed",
             )
         return {
             "source": shown(self.source),
@@ -197,13 +226,14 @@ class _Job:
     def _kept(self, rows: list[Record]) -> Iterator[Encoded]:
         task, limit = self.task, self.limits.max_length
         self.counts["rows"] += len(rows)
+        # Only window tasks need the limit at once; other tasks report rows that exceed it.
         own_length = {"max_length": limit} if task.windows else {}
         for row, found in zip(rows, task.encode(rows, self.encoder, self.notes, **own_length), strict=True):
             for example in found if task.windows else (found,):
                 yield from self._fitting(row, example)
 
     def _fitting(self, row: Record, example: Encoded) -> Iterator[Encoded]:
-        """The example if it has a target, cut if it is too long and the limits have it so; or nothing."""
+        """Yields the example if it has a target, truncated if necessary and allowed."""
         limit, task = self.limits.max_length, self.task
         length = task.length(example)
         if limit is not None and length > limit:
@@ -211,7 +241,8 @@ class _Job:
             self.longest = max(self.longest, length)
             if self.limits.too_long != "truncate":
                 return
-            if task.refits:  # the tokenizer keeps its separators
+            # Encode again with truncation: cutting the ids would lose the final separator.
+            if task.refits:
                 [example] = task.encode([row], self.encoder, Notes(), max_length=limit)
             else:
                 example = {name: values[:limit] for name, values in example.items()}
@@ -228,14 +259,18 @@ class _Job:
         self.first.setdefault(fault, row.origin)
 
     def _judged(self) -> list[str]:
-        """Notes on rows that were cut or left out. Raises DataError where the limits allow none, or if no row is left."""
+        """Notes on rows that were cut or skipped.
+
+        Raises DataError if the policy allows none, or if no row is left.
+        """
         limits, rows, source, notes = self.limits, self.counts["rows"], shown(self.source), list[str]()
         if count := self.counts["too_long"]:
             if limits.too_long == "error":
                 other = NO_CUT if self.task.windows else "'truncate' or 'skip'"
                 raise DataError(
                     f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
-                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}."
+                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}.",
+                    code="examples.too-long",
                 )
             done = "cut" if limits.too_long == "truncate" else "left out"
             notes.append(
@@ -248,9 +283,12 @@ class _Job:
                 masked = ", all their labels are masked" if what == "target" else ""
                 raise DataError(
                     f"{source}: {count} of {rows} rows have no {what}{masked}; the first is {self.first['no_target']}. "
-                    "Correct them, or set no_target to 'skip'."
+                    "Correct them, or set no_target to 'skip'.",
+                    code="examples.no-target",
                 )
             notes.append(f"{count} of {rows} rows had no {what} and were left out.")
         if not self.counts["examples"]:
-            raise DataError(f"{source}: no row is left of {rows}. Pass more data, or other limits.")
+            raise DataError(
+                f"{source}: no row is left of {rows}. Pass more data, or other limits.", code="examples.none-left"
+            )
         return notes

@@ -1,13 +1,15 @@
-"""Questions whose answers stand in a context (SQuAD): windows over long contexts, and the tokens where an answer begins and ends.
+"""Extractive questions (SQuAD): windows over long contexts, and each answer's token positions.
 
     [CLS] question [SEP] context, tokens 0 ... n - 1        [SEP]
     [CLS] question [SEP] context, from token n - stride on  [SEP]   ...
 
-Labels are the positions of the first and the last token of the first answer. A window that does not hold it whole, and every window of
-a question without an answer, has the position of the classifier's token (cls, else bos, else 0) twice.
+Labels are the positions of the first and last token of the first reference answer. A window without
+the whole answer has the no-answer position twice: the classifier token (cls, else bos, else 0). All
+windows of an unanswerable question have it, too.
 
-An answer is a text and the character where it begins. `answers` is a list of {"text", "answer_start"} or an object with a list of
-each, as Hugging Face tables have it, in CSV as JSON. SQuAD's own files (.json) are read by `squad`.
+An answer is a text and the character where it starts. The answers column holds a list of {"text",
+"answer_start"}, or an object with a list for each key, as in Hugging Face tables. In CSV it holds
+JSON. SQuAD's own files (.json) are read by `squad`.
 """
 
 from __future__ import annotations
@@ -27,18 +29,17 @@ from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 
-Answer = tuple[str, int]  # a text, and the character of the context where it begins
-TEXT = (
-    "text"  # array: of the first window of a question the context and all answers, as JSON in UTF-8; of others nothing
-)
-OFFSETS = "offsets"  # array: start and end character of every token in the context, -1 elsewhere
-KNOWN = "known"  # array: how many answers a question has
+Answer = tuple[str, int]  # text, and the character of the context where it starts
+# Array: context and all answers as UTF-8 JSON, at the first window of a question; empty elsewhere.
+TEXT = "text"
+OFFSETS = "offsets"  # array: start and end character of each context token, -1 for other tokens
+KNOWN = "known"  # array: number of reference answers of the question
 FORM = "a list of objects with 'text' and 'answer_start', or an object with a list of each"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questions(Task):
-    """Columns with a question, its context and the answers that stand there; none if it has no answer.
+    """Columns with a question, its context, and the answers in it; [] if there is no answer.
 
     stride  tokens of the context that neighbouring windows share
     """
@@ -53,7 +54,7 @@ class Questions(Task):
 
     def __post_init__(self) -> None:
         if self.stride < 0:
-            raise ConfigError(f"Questions: stride {self.stride}. Pass 0 or more tokens.")
+            raise ConfigError(f"Questions: stride {self.stride}. Pass 0 or more tokens.", code="questions.stride")
 
     @property
     def columns(self) -> list[str]:
@@ -72,10 +73,13 @@ class Questions(Task):
 
     @staticmethod
     def strata(stored: Stored) -> Indices:
-        """Windows that hold an answer, and the others: whether the last token of the answer stands in the context."""
+        """1 for windows that hold an answer, else 0."""
         last = stored.numbers("labels").tolist()
         return np.array(
-            [int(stored.array(OFFSETS, place)[2 * token]) >= 0 for place, token in enumerate(last)], np.int64
+            # A label at a context token (offset >= 0) is an answer; the classifier token has offset
+            # -1.
+            [int(stored.array(OFFSETS, place)[2 * token]) >= 0 for place, token in enumerate(last)],
+            np.int64,
         )
 
     def encode(
@@ -89,46 +93,60 @@ class Questions(Task):
             yield list(_encoded(pair[1], known, windows, encoder))
 
     def answers_of(self, row: Record) -> list[Answer]:
-        """Raises DataError unless every answer stands in the context where it is said to."""
+        """Reference answers of a row.
+
+        Raises DataError if one is not at its stated place in the context.
+        """
         question, context = row.text(self.question), row.text(self.context)
         for column, text in ((self.question, question), (self.context, context)):
             if not text.strip():
-                raise DataError(f"{row.origin}: column {column!r} is empty. Correct the row, or remove it.")
+                raise DataError(
+                    f"{row.origin}: column {column!r} is empty. Correct the row, or remove it.",
+                    code="questions.empty-column",
+                )
         found = list(_pairs(row.values[self.answers], f"{row.origin}: column {self.answers!r}"))
         for text, start in found:
             there = context[start : start + len(text)] if start >= 0 else ""
             if there != text:
                 raise DataError(
                     f"{row.origin}: the answer {text!r} does not stand at character {start} of the context, where {there!r} is. "
-                    "Count characters (Unicode code points) from 0, and correct the row."
+                    "Count characters (Unicode code points) from 0, and correct the row.",
+                    code="questions.answer-place",
                 )
             if not text.strip():
                 raise DataError(
-                    f"{row.origin}: an answer is empty. A question without an answer has an empty list in column {self.answers!r}."
+                    f"{row.origin}: an answer is empty. A question without an answer has an empty list in column {self.answers!r}.",
+                    code="questions.empty-answer",
                 )
         return found
 
 
 def _pairs(value: Any, where: str) -> Iterator[Answer]:
-    """The answers as (text, start) in any of the forms."""
+    """Yields (text, start) of each answer, from any of the accepted forms."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise DataError(f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.") from None
+            raise DataError(
+                f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.", code="questions.json"
+            ) from None
     if isinstance(value, dict):
         lists = value.get("text"), value.get("answer_start")
         if not all(isinstance(each, list) for each in lists) or len(lists[0]) != len(lists[1]):  # type: ignore[arg-type]
             raise DataError(
-                f"{where} holds an object without equally long lists 'text' and 'answer_start'. Write {FORM}."
+                f"{where} holds an object without equally long lists 'text' and 'answer_start'. Write {FORM}.",
+                code="questions.lists",
             )
         value = [{"text": text, "answer_start": start} for text, start in zip(*lists, strict=True)]  # type: ignore[arg-type]
     if not isinstance(value, list):
-        raise DataError(f"{where} holds {value!r:.60}. Write {FORM}.")
+        raise DataError(f"{where} holds {value!r:.60}. Write {FORM}.", code="questions.answers")
     for each in value:
         text, start = (each.get(key) if isinstance(each, dict) else None for key in ("text", "answer_start"))
         if not isinstance(text, str) or not isinstance(start, int) or isinstance(start, bool):
-            raise DataError(f"{where} holds the answer {each!r:.60}. Write {FORM}, texts and whole numbers.")
+            raise DataError(
+                f"{where} holds the answer {each!r:.60}. Write {FORM}, texts and whole numbers.",
+                code="questions.answer",
+            )
         yield text, start
 
 
@@ -136,6 +154,7 @@ def _encoded(
     context: str, answers: list[Answer], windows: list[dict[str, Values]], encoder: Encoder
 ) -> Iterator[Encoded]:
     text = np.frombuffer(json.dumps({"context": context, "answers": [each for each, _ in answers]}).encode(), np.uint8)
+    # All questions on one context form a group: a split must not put the same text on both sides.
     group = group_of(context)
     for number, window in enumerate(windows):
         yield {
@@ -147,7 +166,7 @@ def _encoded(
 
 
 def _labels(answer: Answer | None, window: dict[str, Values], encoder: Encoder) -> tuple[int, int]:
-    """Positions of the first and last token that hold the answer, where the window holds it whole."""
+    """(first, last) token of the answer; the no-answer position twice if it is not all inside."""
     offsets = window["offsets"]
     inside = np.flatnonzero(offsets[:, 0] >= 0)
     nowhere = nowhere_of(window["input_ids"], encoder.tokenizer)
@@ -157,12 +176,13 @@ def _labels(answer: Answer | None, window: dict[str, Values], encoder: Encoder) 
     first, end = answer[1], answer[1] + len(answer[0])
     if starts[0] > first or ends[-1] < end:
         return nowhere, nowhere
+    # An answer can start or end inside a token; take the token that covers the character.
     begins = np.searchsorted(starts, first, side="right") - 1
     return int(inside[begins]), int(inside[max(begins, np.searchsorted(ends, end, side="left"))])
 
 
 def nowhere_of(ids: Values, tokenizer: Any) -> int:
-    """The position that stands for no answer: of the classifier's token, else of the beginning of text, else 0."""
+    """Position that means "no answer": the cls token's, else the bos token's, else 0."""
     for token in (tokenizer.cls_token_id, tokenizer.bos_token_id):
         if token is not None and len(places := np.flatnonzero(ids == token)):
             return int(places[0])

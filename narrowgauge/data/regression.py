@@ -1,6 +1,7 @@
-"""Regression: a text or a pair of texts, and a number or several. How a row of a table becomes arrays.
+"""Regression examples: a text or a pair of texts, and one or more numbers.
 
-Numbers are read strictly: a missing one, NaN, infinity and a decimal comma are errors with the row.
+Numbers are read strictly: a missing number, NaN, infinity and a decimal comma are errors with the
+row.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from narrowgauge.data.task import Encoded, Kind, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 
 DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
-LARGEST = 3.4e38  # of float32, in which the loss is computed
+LARGEST = 3.4e38  # largest float32; the loss is computed in float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Task):
-    """Columns with a text, perhaps a second one, and those with the numbers that a model is to give, in the order of its outputs."""
+    """Columns with a text, optionally a second one, and the target numbers in output order."""
 
     text: str = "text"
     pair: str | None = None
@@ -39,7 +40,9 @@ class Regression(Task):
 
     def __post_init__(self) -> None:
         if not self.labels or len(set(self.labels)) != len(self.labels) or not all(self.labels):
-            raise ConfigError(f"Regression: labels {self.labels!r}. Name each column with numbers once.")
+            raise ConfigError(
+                f"Regression: labels {self.labels!r}. Name each column with numbers once.", code="regression.labels"
+            )
 
     @property
     def columns(self) -> list[str]:
@@ -51,7 +54,7 @@ class Regression(Task):
 
     @staticmethod
     def strata(stored: Stored) -> Indices:
-        """Quarters of the number in the last column."""
+        """Quartile of the number in the last column."""
         return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
 
     def encode(
@@ -63,13 +66,18 @@ class Regression(Task):
 
 
 def number_of(row: Record, column: str) -> float:
-    """The number in this column, or written there. Raises DataError for everything else."""
+    """Number in this column, also if it is written as text. Raises DataError for anything else."""
     value = row.values[column]
+    # DECIMAL first: float() also accepts "nan", "inf" and underscores.
     number = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise DataError(
-            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column."
+            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column.",
+            code="regression.not-a-number",
         )
     if not math.isfinite(number) or abs(number) > LARGEST:
-        raise DataError(f"{row.origin}: {value!r} in column {column!r} cannot be learnt. Correct the row or remove it.")
+        raise DataError(
+            f"{row.origin}: {value!r} in column {column!r} cannot be learnt. Correct the row or remove it.",
+            code="regression.not-finite",
+        )
     return float(number)

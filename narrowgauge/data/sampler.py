@@ -1,7 +1,8 @@
-"""A batch sampler for torch's DataLoader that follows a plan; works in any loop and in transformers' Trainer.
+"""Batch sampler for torch's DataLoader that follows a plan.
 
-Each rank makes a sampler with the same lengths and settings and draws its part of the same plan. Do not wrap it in a
-DistributedSampler or let accelerate prepare the loader: both would divide the batches again.
+It works in any loop and in transformers' Trainer. Each rank creates a sampler with the same lengths
+and settings, and draws its part of the same plan. Do not wrap it in a DistributedSampler or let
+accelerate prepare the loader: both would divide the batches again.
 """
 
 from __future__ import annotations
@@ -18,24 +19,34 @@ from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
 from narrowgauge.errors import CheckpointError, ConfigError
 
-Segment = tuple[Batching, int]  # settings, and the steps of this epoch done with them
+Segment = tuple[Batching, int]  # (settings, steps of this epoch done with them)
 
 
 class LengthBatchSampler(Sampler[list[Any]]):
-    """Yields the batches of one rank, lists of indices (of tuples of indices if the plan packs); each pass is the next epoch.
+    """Yields the batches of one rank: lists of indices, or of tuples of indices if the plan packs.
 
-    The state is the epoch and the step in it. If the settings differ from those of the state (such as another world size), the
-    remaining examples of the epoch are planned again: no example is repeated or lost. `plan` is that of the rest of this epoch.
+    lengths   tokens of each example
+    batching  settings
+    strata    label group of each example, whose share every batch keeps (`Examples.strata`), or
+              None
+    rank      number of this rank
+    plan      plan of the rest of the current epoch
 
-    strata  of each example the group of its label, whose share every batch keeps (`Examples.strata`); None: of length alone
+    Each pass is the next epoch. The state is (epoch, step). The settings, such as the number of
+    ranks, may differ from a saved state. The remaining examples of the epoch are then
+    planned anew, and none is repeated or lost.
     """
 
     def __init__(
         self, lengths: Sequence[int] | Indices, batching: Batching, *, strata: Indices | None = None, rank: int = 0
     ):
         if not 0 <= rank < batching.world:
-            raise ConfigError(f"LengthBatchSampler: rank {rank} of a world of {batching.world}; ranks count from 0.")
+            raise ConfigError(
+                f"LengthBatchSampler: rank {rank} of a world of {batching.world}; ranks count from 0.",
+                code="sampler.rank",
+            )
         self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
+        # Without strata the setting has no effect, so states with and without it must be equal.
         self.batching, self.rank = replace(batching, stratify=batching.stratify and strata is not None), rank
         self.strata = None if strata is None else np.asarray(strata, dtype=np.int64)
         self._strata = "" if self.strata is None else hashlib.sha256(self.strata.astype("<i8").tobytes()).hexdigest()
@@ -43,9 +54,10 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self._start(0, [])
 
     def _start(self, epoch: int, done: list[Segment]) -> None:
-        """Plans the rest of this epoch after these segments; the last one continues if the settings are the same.
+        """Plans the rest of an epoch after the segments `done`.
 
-        Raises CheckpointError, before anything is changed, if a plan has fewer steps than were done with it.
+        The last segment continues if its settings are the current ones. Raises CheckpointError,
+        before anything changes, if a plan has fewer steps than were done with it.
         """
 
         def planned(batching: Batching, steps: int) -> Plan:
@@ -53,7 +65,8 @@ class LengthBatchSampler(Sampler[list[Any]]):
             if steps > len(found):
                 raise CheckpointError(
                     f"LengthBatchSampler: the state is at step {steps} of an epoch of {len(found)} steps. Pass the state that was "
-                    "saved with these data."
+                    "saved with these data.",
+                    code="sampler.other-epoch",
                 )
             return found
 
@@ -61,23 +74,26 @@ class LengthBatchSampler(Sampler[list[Any]]):
         left: Indices | None = None
         for batching, steps in done:
             finished = planned(batching, steps).steps[:steps]
+            # A state stores settings, not indices: the examples drawn are found by planning the
+            # finished segments again.
             drawn = [index for step in finished for batch in step for index in examples_of(batch)]
+            # Examples that no finished segment has drawn.
             left = np.setdiff1d(np.arange(len(self.lengths)) if left is None else left, drawn)
         self.plan = planned(self.batching, first)
         self.epoch, self._before, self._first, self._drawn, self._exhausted = epoch, done, first, first, False
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths for the collator. The same in every epoch."""
+        """Widths for the collator; the same in every epoch."""
         return self.plan.widths
 
     @property
     def batch_sampler(self) -> LengthBatchSampler:
-        """Itself: transformers' Trainer sets the epoch of the sampler one level down."""
+        """The sampler itself: Trainer calls set_epoch on `loader.batch_sampler.batch_sampler`."""
         return self
 
     def __len__(self) -> int:
-        """Steps of this epoch, including those before a resumption."""
+        """Steps of this epoch, including steps before a resumption."""
         return sum(steps for _, steps in self._before) + len(self.plan)
 
     def __iter__(self) -> Iterator[list[Item]]:
@@ -90,22 +106,27 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self._exhausted = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of this epoch; does nothing if the sampler is already in it."""
+        """Moves to the start of an epoch; no effect if the sampler is already in it."""
+        # Trainer calls set_epoch with the current epoch after a resumption, which must not restart
+        # it.
         if epoch != self.epoch or self._exhausted:
             self._start(epoch, [])
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Plain values for a checkpoint.
 
-        step  batches of this epoch that the loop has finished, including those before a resumption. None means the batches
-              drawn so far: correct only without workers, which draw ahead of the loop
+        step  batches of this epoch that the loop has finished, including batches before a
+              resumption.
+              None means the batches drawn so far, which is correct only without workers, since
+              workers draw ahead
         """
         before = sum(steps for _, steps in self._before)
         done = before + self._drawn if step is None else step
         if not before + self._first <= done <= len(self):
             raise ConfigError(
                 f"LengthBatchSampler: step {done} is not in {before + self._first} to {len(self)}, the rest of epoch {self.epoch}. Pass "
-                "the number of batches that the loop has finished."
+                "the number of batches that the loop has finished.",
+                code="sampler.step",
             )
         segments = [*self._before, (self.batching, done - before)]
         return {
@@ -117,13 +138,17 @@ class LengthBatchSampler(Sampler[list[Any]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`. Raises CheckpointError if it is malformed or belongs to other data."""
+        """Continues from `state`.
+
+        Raises CheckpointError if it is malformed or belongs to other data.
+        """
         try:
             epoch, lengths = int(state["epoch"]), state["lengths"]
             segments = [
                 (Batching(**{"stratify": False, **settings}), int(steps)) for settings, steps in state["segments"]
             ]
-            strata = state.get("strata", "")  # states from before there were any have neither
+            # States saved before strata existed have neither `strata` nor `stratify`.
+            strata = state.get("strata", "")
             done = sum(steps for _, steps in segments)
             if done != state["step"] or epoch < 0 or any(steps < 0 for _, steps in segments):
                 raise ValueError(
@@ -131,16 +156,19 @@ class LengthBatchSampler(Sampler[list[Any]]):
                 )
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(
-                f"LengthBatchSampler: not a state of this sampler: {error}. Pass what state_dict returned."
+                f"LengthBatchSampler: not a state of this sampler: {error}. Pass what state_dict returned.",
+                code="sampler.state",
             ) from error
         if lengths != self._data:
             raise CheckpointError(
                 f"LengthBatchSampler: the state belongs to other data than these {len(self.lengths)} examples: their lengths "
-                "differ. Resume with the data, tokenizer and limits of the saved run."
+                "differ. Resume with the data, tokenizer and limits of the saved run.",
+                code="sampler.other-data",
             )
         if strata != self._strata and any(batching.stratify for batching, _ in segments):
             raise CheckpointError(
                 "LengthBatchSampler: the batches of the state were stratified by other labels than are given here. Pass the strata "
-                "(`examples.strata`) of the saved run."
+                "(`examples.strata`) of the saved run.",
+                code="sampler.other-strata",
             )
         self._start(epoch, [segment for segment in segments if segment[1]])

@@ -1,4 +1,4 @@
-"""Batches for evaluation, sorted by length, and the way back to the order of the data."""
+"""Evaluation batches sorted by length, and the way back to the order of the data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def sorted_batches(
     token_budget: int | None = None,
     multiple: int = 8,
 ) -> list[list[int]]:
-    """Batches for evaluation, sorted by length, the longest first ("uniform dynamic padding"); `restore_order` undoes it.
+    """Evaluation batches sorted by length, the longest first; `restore_order` restores the order.
 
-    Has the least padding possible for these batch sizes. Do not train on it: the order is the same in every epoch. An example above
-    the budget is a batch of its own.
+    This "uniform dynamic padding" has the least padding possible for the batch sizes. Do not train
+    on it: the order is the same in every epoch. An example above the budget is a batch by itself.
     """
-    Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # for its checks
+    Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # validates
     sizes = np.asarray(lengths, dtype=np.int64)
+    # stable: equal lengths keep the order of the data, the same on every machine.
     queue, batches = np.argsort(-sizes, kind="stable"), []
     while len(queue):
         width = round_up(max(1, int(sizes[queue[0]])), multiple)
@@ -38,9 +39,15 @@ def sorted_batches(
 
 
 def restore_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
-    """Puts the results of batches into the order of the data. Raises DataError if a batch has another number of results."""
+    """Puts the results of batches into the order of the data.
+
+    Raises DataError if the number of results differs from the number of examples.
+    """
     if [len(batch) for batch in batches] != [len(result) for result in results]:
         given, needed = (sum(map(len, each)) for each in (results, batches))
-        raise DataError(f"restore_order: {given} results for {needed} examples. Pass one result per example.")
+        raise DataError(
+            f"restore_order: {given} results for {needed} examples. Pass one result per example.",
+            code="restore-order.count",
+        )
     by_index = dict(zip(chain.from_iterable(batches), chain.from_iterable(results), strict=True))
     return [by_index[index] for index in range(len(by_index))]

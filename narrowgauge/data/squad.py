@@ -1,10 +1,11 @@
-"""Reads SQuAD's own files, versions 1 and 2: one JSON object, in which questions stand below the text that they are about.
+"""Reads SQuAD's own JSON files, versions 1 and 2, whose questions are nested below their context.
 
     {"data": [{"paragraphs": [{"context": ..., "qas": [{"id": ..., "question": ..., "answers": [...], "is_impossible": ...}]}]}]}
 
-A list of objects at the top is a table instead: [{column: value, ...}, ...].
+A top-level list of objects is read as a table instead: [{column: value, ...}, ...].
 
-Each question becomes a row with the columns id, question, context and answers. The file is read whole: 40 MB for the largest.
+Each question becomes a row with the columns id, question, context and answers. The file is read
+into memory: 40 MB for the largest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ COLUMNS = ("id", "question", "context", "answers")
 
 
 def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """The rows of a .json file: the objects of a list, or the questions of SQuAD's object. DataError with the place for another form."""
+    """Yields the rows of a .json file: objects of a list, or questions of SQuAD's object.
+
+    Raises DataError with the place for another form.
+    """
     whole = reading.json_of(path, WHOLE)
     return (
         _listed_rows(whole, shown(path), columns)
@@ -40,20 +44,21 @@ def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
 
 def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
     if not whole:
-        raise DataError(f"{name}: its list is empty. Pass a file that holds rows.")
+        raise DataError(f"{name}: its list is empty. Pass a file that holds rows.", code="squad.empty")
     for number, row in enumerate(whole):
         place = f"{name}[{number}]"
         if not isinstance(row, dict):
             held = JSON_TYPES.get(type(row), "a string")
             raise DataError(
-                f"{place}: holds {held}, not an object with a value for each column. Correct the row or remove it."
+                f"{place}: holds {held}, not an object with a value for each column. Correct the row or remove it.",
+                code="squad.no-object",
             )
         chosen = chosen_columns(columns, list(row), list(row), place)
         yield Record({column: row[column] for column in chosen}, place)
 
 
 def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Record]:
-    """The questions of a file in their order."""
+    """Yields the questions of a file in their order."""
     articles = _listed(whole, name, "data")
     chosen = chosen_columns(columns, COLUMNS, COLUMNS, name)
     for article in articles:
@@ -66,22 +71,31 @@ def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Recor
                     "context": context,
                     "answers": _held(question, place, "answers"),
                 }
+                # SQuAD 2 lists plausible answers elsewhere (plausible_answers), so this is a
+                # contradiction.
                 if question.get("is_impossible") and row["answers"]:
-                    raise DataError(f"{place}: is_impossible is true, but there are answers. Correct the file.")
+                    raise DataError(
+                        f"{place}: is_impossible is true, but there are answers. Correct the file.",
+                        code="squad.impossible",
+                    )
                 yield Record({column: row[column] for column in chosen}, place)
 
 
 def _listed(held: Any, place: str, key: str) -> Iterator[tuple[Any, str]]:
-    """The entries of the list under a key, each with its place."""
+    """Entries of the list under a key, each with its place for error messages."""
     found = _held(held, place, key)
     if not isinstance(found, list):
         raise DataError(
-            f"{place}: {key!r} is no list. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet)."
+            f"{place}: {key!r} is no list. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).",
+            code="squad.no-list",
         )
     return ((each, f"{place}.{key}[{number}]") for number, each in enumerate(found))
 
 
 def _held(held: Any, place: str, key: str) -> Any:
     if not isinstance(held, dict) or key not in held:
-        raise DataError(f"{place}: has no {key!r}. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).")
+        raise DataError(
+            f"{place}: has no {key!r}. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).",
+            code="squad.no-key",
+        )
     return held[key]

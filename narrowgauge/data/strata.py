@@ -1,14 +1,17 @@
-"""Strata: groups of labels, each of which has the same share of every batch, though batches are made by length.
+"""Strata: label groups that every batch contains in the data's proportions.
 
-    share   (rank + 1/2) / size of the stratum; rank: of the example in its stratum, the widest class first
-    order   by share, so that a run of n of N examples holds n size / N of each stratum, less than two more or less
+    share   (rank + 1/2) / size of the stratum; rank: position of the example in its stratum,
+            sorted from the widest class to the narrowest
+    order   by share: a run of n of N examples then holds n size / N of each stratum, within two
 
-Where length tells of the label (a short window holds no answer, a long text has more to find) batches of one length have other labels than
-the data. The gradient then swings with the share of labels in the batch, and a model may stay long on a plateau where it knows that
-share alone. Strata take the swing out; shuffled batches still have that of chance. It costs padding where strata differ in length, since
-the examples of a batch have the same rank and not the same width.
+Length can predict the label: a short window holds no answer, a long text has more to find. Batches
+of one length then have other label frequencies than the data. The gradient swings with the
+frequency, and a model may stay for long on a plateau where it predicts that frequency alone. Strata
+remove the swing; shuffled batches still swing by chance. The price is padding where strata differ
+in length, since examples of a batch then have equal ranks but not equal widths.
 
-Many classes are joined to MOST strata, neighbours by their mean length: what tells of the label is length, so little else swings.
+Many classes are merged into MOST strata, neighbours by mean length. Length causes the swing, so
+little swing remains.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from numpy.typing import NDArray
 
 from narrowgauge.data.batches import Indices
 
-MOST = 4  # strata; a batch of 16 holds four of each, where they are equally large
+MOST = 4  # strata; a batch of 16 then has four examples of each, if they are equally large
 
 
 def strata_of(labels: NDArray[Any], lengths: Indices) -> Indices:
-    """[N] numbers from 0 on, MOST at most. labels [N]: classes (integers), or numbers of which each quarter is a stratum.
+    """Stratum of each example, [N] integers from 0 to MOST - 1.
 
-    lengths  tokens of each example [N]
+    labels   [N] classes (integers), or numbers, whose quartiles are the strata
+    lengths  [N] tokens of each example
     """
     if labels.dtype.kind == "f":
         return _parts(labels)
@@ -38,16 +42,20 @@ def strata_of(labels: NDArray[Any], lengths: Indices) -> Indices:
 
 
 def _parts(values: NDArray[Any]) -> Indices:
-    """Of each value which of MOST parts of about one size it is in; equal values are in one."""
+    """Quantile number (0 to MOST - 1) of each value; equal values share one."""
+    # unique: with many equal values, several quantiles coincide.
     bounds = np.quantile(values, np.arange(1, MOST) / MOST) if len(values) else np.empty(0)
     return np.searchsorted(np.unique(bounds), values, side="left")
 
 
 def stratified(classes: Indices, strata: Indices) -> Indices:
-    """The order by share, [N] places: of one stratum that from the widest class to the narrowest, ties as given.
+    """Order by share, [N] indices; within a stratum from the widest class to the narrowest.
 
-    classes  [N], the wider the larger
+    classes  [N] width classes; larger is wider
+
+    Ties keep the given order.
     """
+    # lexsort's last key is the primary one, and it is stable.
     by = np.lexsort((-classes, strata))
     _, member, sizes = np.unique(strata[by], return_inverse=True, return_counts=True)
     rank = np.arange(len(by)) - (np.cumsum(sizes) - sizes)[member]

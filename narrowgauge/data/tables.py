@@ -1,7 +1,8 @@
 """Reads rows with named columns from JSONL, CSV, TSV and Parquet, streaming and strictly.
 
-Values keep their type. We do not use `datasets` or pandas for JSONL and CSV: they fill missing columns and short rows with null,
-ignore text after a JSON object, rename repeated columns, and do not report lines.
+Values keep their type. JSONL and CSV are not read with `datasets` or pandas. Both fill missing
+columns and short rows with null, ignore text after a JSON object, rename repeated columns, and
+report no lines. `datasets` 5.2 accepted 19 of 35 malformed files silently (docs/log.md).
 """
 
 from __future__ import annotations
@@ -22,62 +23,79 @@ CONVENTIONAL_COLUMN = "text"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLES = frozenset({".jsonl", ".ndjson", ".parquet", *DELIMITERS})
 SHOWN_COLUMNS = 20
-SHOWN_CHARACTERS = 80  # of the name of a column
+SHOWN_CHARACTERS = 80  # of a column's name in messages
 PARQUET_ROWS = 256  # rows decoded at a time
 ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string")  # names of Arrow's string types, also string_view
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object",
 }  # fmt: skip
-Columns = Sequence[str] | None  # those to read; None: the one that holds the text
+Columns = Sequence[str] | None  # columns to read; None: the text column
 
 
 class Record(NamedTuple):
-    """The values of one row by column, and its origin for error messages, file:line or file:row."""
+    """One row of a table.
+
+    values  {column: value}
+    origin  file:line or file:row, for error messages
+    """
 
     values: dict[str, Any]
     origin: str
 
     def text(self, column: str) -> str:
-        """The string in this column. Raises DataError if the value is not a string that UTF-8 can encode."""
+        """String in this column. Raises DataError for another type, or if UTF-8 cannot hold it."""
         value = self.values[column]
         if not isinstance(value, str):
             held = JSON_TYPES.get(type(value), type(value).__name__)
             known = f" ({value!r})" if isinstance(value, int | float) else ""
             raise DataError(
-                f"{self.origin}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it."
+                f"{self.origin}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it.",
+                code="table.cell",
             )
         refuse_half_a_pair(value, f"{self.origin}: column {column!r}")
         return value
 
 
 def refuse_half_a_pair(value: str, where: str) -> None:
-    """DataError for a string that UTF-8 cannot encode, and so no tokenizer reads."""
+    """Raises DataError for a string with a lone surrogate, which UTF-8 cannot encode."""
     try:
+        # isascii is O(1) for str, and most texts are ASCII.
         if not value.isascii():
             value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character {error.start}. Correct the row or "
-            "remove it."
+            "remove it.",
+            code="table.surrogate",
         ) from None
 
 
 def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
-    """The columns to read: those named, else 'text', else the only one of `texts`, which hold strings. Else DataError."""
+    """Columns to read: the named ones, else 'text', else the only text column. Else DataError.
+
+    columns  names, or None
+    found    all columns of the table
+    texts    columns with strings
+    where    place for messages
+    """
     listing = ", ".join(map(_short, found[:SHOWN_COLUMNS])) + (", ..." if found[SHOWN_COLUMNS:] else "")
     for column in columns or ():
         if column not in found:
             near = closest(column, found)
             hint = f" Closest: {near}." if near else ""
-            raise DataError(f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.")
+            raise DataError(
+                f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.", code="table.no-column"
+            )
     if columns is not None:
         return list(columns)
     if CONVENTIONAL_COLUMN in found:
         return [CONVENTIONAL_COLUMN]
     if not texts:
-        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.")
+        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.", code="table.no-text-column")
     if len(texts) > 1:
-        raise DataError(f"{where}: which column holds the text? Name it with `column`, one of {listing}.")
+        raise DataError(
+            f"{where}: which column holds the text? Name it with `column`, one of {listing}.", code="table.which-column"
+        )
     return list(texts)
 
 
@@ -88,12 +106,15 @@ def _short(name: str) -> str:
 def table_rows(
     path: Path, columns: Columns, *, limit_bytes: int, header: Sequence[str] | None = None
 ) -> Iterator[Record]:
-    """The rows of a file whose suffix is in TABLES. Raises DataError with file and line, ConfigError for a needless `header`."""
+    """Yields the rows of a file whose suffix is in TABLES.
+
+    Raises DataError with file and line, ConfigError for an unnecessary `header`.
+    """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
         return _csv_rows(path, columns, limit_bytes, header)
     if header is not None:
-        raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.")
+        raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.", code="table.header")
     return _parquet_rows(path, columns) if suffix == ".parquet" else _jsonl_rows(path, columns, limit_bytes)
 
 
@@ -105,30 +126,37 @@ def _jsonl_rows(path: Path, columns: Columns, limit_bytes: int) -> Iterator[Reco
             continue
         where = f"{name}:{number}"
         row = _parse_object(line.rstrip("\r\n"), where)
-        if chosen is None or not row.keys() >= set(chosen):  # a row without one of them is refused
+        # Checked again for a row that lacks a column: chosen_columns then raises.
+        if chosen is None or not row.keys() >= set(chosen):
             texts = [column for column, value in row.items() if isinstance(value, str | None)]
             chosen = chosen_columns(chosen or columns, list(row), texts, where)
         yield Record({column: row[column] for column in chosen}, where)
 
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
-    """The JSON object of one line. Raises DataError for anything else, and for a repeated key."""
+    """JSON object of one line. Raises DataError for anything else, and for a repeated key."""
     try:
         row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. Write one whole object per line."
+            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. Write one whole object per line.",
+            code="table.json",
         ) from None
     except (ValueError, RecursionError) as error:
         fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{where}: unusable JSON: {fault}. Correct the line or remove it.") from None
+        raise DataError(
+            f"{where}: unusable JSON: {fault}. Correct the line or remove it.", code="table.json-fault"
+        ) from None
     if not isinstance(row, dict):
         held = JSON_TYPES.get(type(row), "a string")
-        raise DataError(f'{where}: the line is {held}, not a JSON object. Write it as {{"text": ...}}.')
+        raise DataError(
+            f'{where}: the line is {held}, not a JSON object. Write it as {{"text": ...}}.', code="table.no-object"
+        )
     return row
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object hook that rejects repeated keys; json itself keeps the last one silently."""
     row = dict(pairs)
     if len(row) != len(pairs):
         raise ValueError(f"the key {_repeated([name for name, _ in pairs])[0]!r} stands twice in one object")
@@ -141,11 +169,13 @@ def _repeated(names: Sequence[str]) -> list[str]:
 
 def _check_names(names: Sequence[str], where: str) -> None:
     if repeated := sorted(_repeated(names)):
-        raise DataError(f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.")
+        raise DataError(
+            f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.", code="table.repeated-name"
+        )
 
 
 def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[str] | None) -> Iterator[Record]:
-    """Rows of a CSV or TSV file, all with as many fields as the first one, the header row, or as `header`."""
+    """Rows of a CSV or TSV file, all with as many fields as the header row, or as `header`."""
     where = file = shown(path)
     rows, may_be_header = _csv_lines(path, limit_bytes), header is not None
     if header is not None:
@@ -153,9 +183,11 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
     elif first := next(rows, None):
         where, names = f"{file}:{first[0]}", first[1]
         _check_names(names, where)
+        # A single column with such a character is probably a file with another delimiter.
         if columns is None and len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
             raise DataError(
-                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV."
+                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV.",
+                code="table.separator",
             )
     else:
         return
@@ -163,20 +195,30 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
     for line, row in rows:
         where = f"{file}:{line}"
         if len(row) != len(names):
-            raise DataError(f"{where}: {len(row)} fields, but the header has {len(names)}. Correct or remove the row.")
+            raise DataError(
+                f"{where}: {len(row)} fields, but the header has {len(names)}. Correct or remove the row.",
+                code="table.fields",
+            )
+        # The user named the columns, but the file has a header row as well.
         if may_be_header and row == names:
-            raise DataError(f"{where}: the first row repeats the names given for the columns. Leave them out.")
+            raise DataError(
+                f"{where}: the first row repeats the names given for the columns. Leave them out.",
+                code="table.first-row",
+            )
         may_be_header = False
         yield Record({column: row[place] for column, place in places.items()}, where)
 
 
 def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of each row that is not blank. csv's field limit is global: raised and restored around each row."""
-    # TSV has no quoting (IANA text/tab-separated-values).
+    """Yields (first line, fields) of each non-blank row."""
+    # TSV has no quoting (IANA text/tab-separated-values). strict: without it, csv ignores a stray
+    # quotation mark.
     tab: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     form = tab if DELIMITERS[path.suffix.lower()] == "\t" else {"strict": True}
     reader = csv.reader((line for _, line in lines(path, limit_bytes=limit_bytes)), **form)
     while True:
+        # csv's field limit is global to the process: set and restored around each row, since the
+        # consumer of this generator may use csv too.
         line, before = reader.line_num + 1, csv.field_size_limit(limit_bytes)
         try:
             row = next(reader, None)
@@ -187,7 +229,8 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
                 raise too_long(where, limit_bytes, remedy) from None
             fault = "a quotation mark is open to the end of the file" if "end of data" in str(error) else error
             raise DataError(
-                f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.'
+                f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.',
+                code="table.csv",
             ) from None
         finally:
             csv.field_size_limit(before)
@@ -198,14 +241,16 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
-    """Rows count from 1; nested columns become lists and dicts. Needs pyarrow."""
+    """Yields rows, counted from 1; nested columns become lists and dicts. Needs pyarrow."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
+        raise ConfigError(
+            f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.", code="table.no-pyarrow"
+        ) from None
     name, first = shown(path), 1
-    with reading.opened(path, USERS):  # a regular file: pyarrow would wait for a pipe
+    with reading.opened(path, USERS):  # rejects pipes, on which pyarrow would block
         pass
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -213,27 +258,31 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
             _check_names(schema.names, name)
             texts = [field.name for field in schema if ARROW_TEXT.match(str(field.type))]
             chosen = chosen_columns(columns, schema.names, texts, name)
+            # Batches: to_pylist of a whole row group would multiply its memory.
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=chosen):
                 for row, values in enumerate(_batch_rows(batch, name, first), first):
                     yield Record(values, f"{name}:{row}")
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names
         raise DataError(
-            f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again."
+            f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again.",
+            code="table.parquet",
         ) from error
 
 
 def _batch_rows(batch: Any, file: str, first: int) -> list[dict[str, Any]]:
-    """The values by column of an Arrow batch whose first row is row `first` of the file."""
+    """Rows of an Arrow batch as dicts. first: row number of its first row in the file."""
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError:
+        # Slow path, after an error: find the value to name in the message.
         for place, column in ((place, column) for place in range(batch.num_rows) for column in batch.schema.names):
             try:
                 batch.column(column)[place].as_py()
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{file}:{first + place}: column {column!r} is invalid UTF-8 at byte {error.start} of the value. "
-                    "Write the column as UTF-8, or store bytes as binary."
+                    "Write the column as UTF-8, or store bytes as binary.",
+                    code="table.utf8",
                 ) from None
         raise

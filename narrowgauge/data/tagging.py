@@ -1,10 +1,12 @@
-"""Words and their tags (named entities, parts of speech): the label of a word stands at its first token, all others have -100.
+"""Word tags, such as named entities and parts of speech, as labels of tokens.
 
-Rows have two lists, words and tags; or a text and spans of its characters, {"start", "end", "label"}, from which words and tags are
-made. In CSV a list is JSON, or words with spaces between them.
+A word's label is at its first token; other tokens have -100. Rows have two lists, words and tags,
+or a text and spans of characters, {"start", "end", "label"}, from which words and tags are derived.
+In CSV a list is JSON, or words separated by spaces.
 
-Tags of spans are in IOB2: B-X begins a span of type X, I-X goes on with it, O is outside. I-X behind anything but B-X or I-X is an error
-that names the row and the word. Tags without B- and I- (parts of speech) mark no spans, and are not checked so.
+Span tags are in IOB2: B-X starts a span of type X, I-X continues it, O is outside. I-X after
+anything but B-X or I-X is an error that names row and word. Tags without B- and I- (parts of
+speech) define no spans and are not checked so.
 """
 
 from __future__ import annotations
@@ -26,23 +28,24 @@ from narrowgauge.errors import ConfigError, DataError, closest
 
 OUTSIDE = "O"
 MARKED = re.compile(r"([BI])-(.+)", re.DOTALL)
-OTHER_MARKS = re.compile(r"[ESLU]-.+", re.DOTALL)  # of IOBES and BILOU
+OTHER_MARKS = re.compile(r"[ESLU]-.+", re.DOTALL)  # prefixes of IOBES and BILOU
 WORD = re.compile(r"\w+|[^\w\s]")
 DROPPED = (
     "{count} words are nothing but characters that the tokenizer drops: they have no token, so nothing is learnt of their tags, and "
     "metrics leave them out."
 )
-Words = tuple[list[str], list[str]]  # the words of a row, and their tags
+Words = tuple[list[str], list[str]]  # (words of a row, their tags)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tagging(Task):
     """Columns with words and their tags, or with a text and its spans.
 
-    tags   names in the order of their ids
+    tags   tag names in the order of their ids
     words  column with a list of words
-    marks  column with a list of as many tags
-    text   column with a text instead; spans: with what is marked in it
+    marks  column with a list of tags, one per word
+    text   column with a text, instead of words and marks
+    spans  column with the text's labelled spans
     """
 
     tags: tuple[str, ...]
@@ -56,7 +59,7 @@ class Tagging(Task):
 
     def __post_init__(self) -> None:
         if len(self.tags) < 2 or len(set(self.tags)) != len(self.tags):
-            raise ConfigError(f"Tagging: tags {self.tags!r}. Name at least two, each once.")
+            raise ConfigError(f"Tagging: tags {self.tags!r}. Name at least two, each once.", code="tagging.tags")
         in_spans(self.tags)
 
     @property
@@ -78,11 +81,14 @@ class Tagging(Task):
         known = {tag: place for place, tag in enumerate(self.tags)}
         for row, (words, tags), example in zip(rows, found, encoded, strict=True):
             places = example.pop("words")
+            # True at the first token of each word; special tokens have word number -1.
             first = (places >= 0) & (np.diff(places, prepend=-1) != 0)
             labels = np.full(len(places), IGNORED)
             labels[first] = np.array(
                 [self._id(row, place, words, tags, known) for place in range(len(words))], np.int64
             )[places[first]]
+            # With truncation, words are missing because they were cut, not because they were
+            # dropped.
             if max_length is None:
                 notes[DROPPED] += len(words) - int(first.sum())
             yield {**example, "labels": labels}
@@ -94,24 +100,27 @@ class Tagging(Task):
         listing = f"Closest: {near}." if near else f"Tags: {', '.join(map(repr, self.tags[:20]))}."
         raise DataError(
             f"{row.origin}: word {place + 1} ({words[place]!r}) has the tag {tags[place]!r}, which is none of the {len(self.tags)} tags. "
-            f"{listing} Correct the row, or name all tags as classes."
+            f"{listing} Correct the row, or name all tags as classes.",
+            code="tagging.tag",
         )
 
     def words_of(self, row: Record) -> Words:
-        """Raises DataError with the row and the word for what is not as it should be."""
+        """Words and tags of a row. Raises DataError with row and word for malformed ones."""
         if self.text is not None:
             return _of_spans(row, self.text, self.spans)
         words, tags = (_listed(row, column) for column in (self.words, self.marks))
         if len(words) != len(tags):
             raise DataError(
-                f"{row.origin}: {len(words)} words in column {self.words!r} and {len(tags)} tags in {self.marks!r}. Give each word one tag."
+                f"{row.origin}: {len(words)} words in column {self.words!r} and {len(tags)} tags in "
+                f"{self.marks!r}. Give each word one tag.",
+                code="tagging.count",
             )
         check_marks(row, words, tags)
         return words, tags
 
 
 def in_spans(tags: Sequence[str]) -> bool:
-    """Whether tags mark spans in IOB2. Raises ConfigError for a mixture, and for other schemes."""
+    """True if the tags mark spans in IOB2. Raises ConfigError for a mixture or another scheme."""
     marked = [tag for tag in tags if MARKED.fullmatch(tag)]
     if not marked:
         return False
@@ -119,29 +128,34 @@ def in_spans(tags: Sequence[str]) -> bool:
     if other:
         scheme = "Convert IOBES or BILOU to IOB2" if OTHER_MARKS.fullmatch(other) else "Write all of them in IOB2"
         raise ConfigError(
-            f"tags: {other!r} is neither 'O' nor begins with 'B-' or 'I-', as {marked[0]!r} does. {scheme}, or none with such marks."
+            f"tags: {other!r} is neither 'O' nor begins with 'B-' or 'I-', as {marked[0]!r} does. {scheme}, or none with such marks.",
+            code="tagging.scheme",
         )
     return True
 
 
 def check_marks(row: Record, words: list[str], tags: list[str]) -> None:
-    """Raises DataError for an empty word or tag, and for I-X that goes on with nothing."""
+    """Raises DataError for an empty word or tag, and for I-X without a span to continue."""
     before = OUTSIDE
     for place, (word, tag) in enumerate(zip(words, tags, strict=True), 1):
         where = f"{row.origin}: word {place} ({word!r})"
         if not word.strip() or not tag.strip():
-            raise DataError(f"{where}: {'the word' if not word.strip() else 'its tag'} is empty. Correct the row.")
+            raise DataError(
+                f"{where}: {'the word' if not word.strip() else 'its tag'} is empty. Correct the row.",
+                code="tagging.empty-word",
+            )
         mark = MARKED.fullmatch(tag)
         if mark and mark[1] == "I" and before not in (f"B-{mark[2]}", tag):
             raise DataError(
                 f"{where} has the tag {tag!r} behind {before!r}: in IOB2 a span begins with 'B-{mark[2]}'. Correct the row, or convert the "
-                "tags to IOB2."
+                "tags to IOB2.",
+                code="tagging.iob2",
             )
         before = tag
 
 
 def _listed(row: Record, column: str) -> list[str]:
-    """A list of strings; of a text its JSON, or what stands between spaces."""
+    """List of strings in a column; a text is parsed as JSON, else split at spaces."""
     value = row.values[column]
     if isinstance(value, str):
         text = row.text(column)
@@ -152,17 +166,26 @@ def _listed(row: Record, column: str) -> list[str]:
         except ValueError:
             return text.split()
     if not isinstance(value, list):
-        raise DataError(f"{row.origin}: column {column!r} holds {value!r:.60}, not a list. Write a list of strings.")
+        raise DataError(
+            f"{row.origin}: column {column!r} holds {value!r:.60}, not a list. Write a list of strings.",
+            code="tagging.no-list",
+        )
     for place, each in enumerate(value, 1):
         if not isinstance(each, str):
             hint = " Write the names of tags instead of their numbers." if isinstance(each, int) else " Write strings."
-            raise DataError(f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}")
+            raise DataError(
+                f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}",
+                code="tagging.entry",
+            )
         refuse_half_a_pair(each, f"{row.origin}: entry {place} of column {column!r}")
     return value
 
 
 def _of_spans(row: Record, column: str, spans: str) -> Words:
-    """Words and signs of a text, and the tags of its spans, which must begin and end with words."""
+    """Words and punctuation of a text, with the tags of its spans.
+
+    Spans must start and end at word borders.
+    """
     text, marked = row.text(column), row.values[spans]
     if isinstance(marked, str):
         try:
@@ -171,7 +194,8 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
             marked = None
     if not isinstance(marked, list):
         raise DataError(
-            f"{row.origin}: column {spans!r} holds no list. Write a list of objects with start, end and label."
+            f"{row.origin}: column {spans!r} holds no list. Write a list of objects with start, end and label.",
+            code="tagging.no-span-list",
         )
     places = [found.span() for found in WORD.finditer(text)]
     words, tags = [text[first:end] for first, end in places], [OUTSIDE] * len(places)
@@ -181,40 +205,47 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
             first, end, label = int(each["start"]), int(each["end"]), str(each["label"])
         except (TypeError, KeyError, ValueError):
             raise DataError(
-                f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three."
+                f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three.",
+                code="tagging.span",
             ) from None
         where = f"{row.origin}: the span {first} to {end} ({text[max(0, first) : max(0, end)]!r:.60})"
+        # A span inside of a word would have no word to tag.
         if first not in starts or end not in ends or not label:
             raise DataError(
-                f"{where} does not begin and end with a word, or has no label. Correct the row; `end` is behind the last character."
+                f"{where} does not begin and end with a word, or has no label. Correct the row; `end` is behind the last character.",
+                code="tagging.span-ends",
             )
         covered = range(starts[first], ends[end] + 1)
         if not covered or any(tags[place] != OUTSIDE for place in covered):
-            raise DataError(f"{where} overlaps another span. A word has one tag: keep one of them.")
+            raise DataError(
+                f"{where} overlaps another span. A word has one tag: keep one of them.", code="tagging.overlap"
+            )
         for place in covered:
             tags[place] = f"{'B' if place == covered[0] else 'I'}-{label}"
     return words, tags
 
 
 def tags_of(rows: Iterator[Record], task: Tagging, most: int) -> dict[str, str]:
-    """The tags of a table, each with the row where it stands first. Raises DataError for more than `most`."""
+    """{tag: row of its first occurrence} of a table. Raises DataError for more than `most` tags."""
     found: dict[str, str] = {}
     for row in rows:
         for tag in task.words_of(row)[1]:
             found.setdefault(tag, row.origin)
         if len(found) > most:
             raise DataError(
-                f"{row.origin}: up to here there are more than {most:,} different tags. Name another tags_column, or list the classes."
+                f"{row.origin}: up to here there are more than {most:,} different tags. Name another tags_column, or list the classes.",
+                code="tagging.too-many",
             )
     return found
 
 
 def spans_in(tags: Sequence[str]) -> set[tuple[int, int, str]]:
-    """(first, behind the last, type) of each span, of any sequence of tags, as conlleval reads it.
+    """{(first, end, type)} of the spans in any tag sequence, as conlleval reads it; end exclusive.
 
-    I-X behind O, at the start, or behind another type begins a span too. Tags must be O, B-X or I-X.
+    I-X after O, at the start, or after another type starts a span, too. Tags must be O, B-X or I-X.
     """
     found, begun, kind = set(), 0, ""
+    # A trailing O closes a span at the end.
     for place, tag in enumerate((*tags, OUTSIDE)):
         mark = MARKED.fullmatch(tag)
         goes_on = mark is not None and mark[1] == "I" and mark[2] == kind
@@ -227,5 +258,5 @@ def spans_in(tags: Sequence[str]) -> set[tuple[int, int, str]]:
 
 
 def of_first_tokens(labels: Values) -> Values:
-    """The labels of words alone."""
+    """Labels of words, without ignored tokens."""
     return labels[labels != IGNORED]

@@ -1,17 +1,18 @@
-"""Targets: which tokens have a loss, and the loss of an optimizer step, the sum over them divided by their number in the step.
+"""Targets and losses: which tokens have a loss, and the loss of an optimizer step.
 
     loss = sum over micro-batches and ranks of sum over valid targets of -log p(target)  /  number of valid targets
 
-The number is counted over all micro-batches before the first one runs, so the gradient does not depend on how the step is cut:
-8 x 1, 2 x 4, 1 x 8, padded or packed.
+The number of targets is counted over all micro-batches before the first one runs. The gradient
+therefore does not depend on how a step is cut: 8 x 1, 2 x 4, 1 x 8, padded or packed.
 
     micro_batches = [next(batches) for _ in range(4)]
     total = count_targets(micro_batches, "causal-lm")
     for batch in micro_batches:
         step_loss(model, batch, "causal-lm", total).backward()
 
-Labels follow transformers: a causal-lm label at position t is token t, compared with the logits at t - 1. With several ranks, sum
-`count_targets` over them, and multiply the loss by the number of ranks if gradients are averaged.
+Labels follow transformers: a causal-lm label at position t is token t, compared with the logits at
+t - 1. With several ranks, sum `count_targets` over them, and multiply the loss by the number of
+ranks if gradients are averaged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from narrowgauge.errors import DataError
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Control characters as visible signs, because a terminal would obey them; a line end also stays as it is.
+# Visible signs for control characters, which a terminal would execute. A line end is kept as well.
 SIGNS = (
     {code: chr(0x2400 + code) for code in range(32)}
     | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
@@ -39,27 +40,32 @@ SIGNS = (
 
 
 def shifted_labels(labels: Tensor, kind: Kind) -> Tensor:
-    """The target of each position: for causal-lm the next label, -100 at the end."""
+    """Target of each position: for causal-lm the next label, -100 at the end; else the labels."""
     if kind != "causal-lm":
         return labels
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
-    """Number of valid targets of these micro-batches after the shift. Raises DataError if there are none."""
+    """Number of valid targets in these batches, after the shift.
+
+    Raises DataError if there are none.
+    """
     total = sum(valid_targets({"labels": shifted_labels(batch["labels"], kind)}) for batch in batches)
     if not total:
         raise DataError(
             f"step: no valid target in {len(batches)} micro-batches, every label is {IGNORED}. Check a coloured_sample of the "
-            "data, and how prompts are masked."
+            "data, and how prompts are masked.",
+            code="targets.none-valid",
         )
     return total
 
 
 def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
-    """Sum of -log p(target), a float32 scalar. logits [..., classes], once more in float32; labels [...] of the same kind.
+    """Sum of -log p(target), a float32 scalar; for regression the sum of squared differences.
 
-    Of regression the sum of squared differences.
+    logits  [..., classes]; a float32 copy is made
+    labels  [...], of the same kind of task
     """
     if kind == "regression":
         return squared_loss(logits, labels.to(logits.device))
@@ -67,35 +73,48 @@ def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
 
 
 def aligned_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """`summed_loss` where the logits at each position are compared with the target there."""
+    """Sum of -log p(target), with logits and targets at the same positions."""
+    # float32: a 16-bit log-softmax loses the small probabilities. reduction="sum": the caller
+    # divides by the targets of the whole step.
     return torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
 
 
 def squared_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Sum of squared differences, a float32 scalar. values, targets [rows, columns]; a target that is NaN does not count."""
+    """Sum of squared differences, a float32 scalar.
+
+    values, targets  [rows, columns]; NaN targets do not count
+    """
     counts = ~targets.isnan()
+    # Replace NaN before the subtraction: masking afterwards would still give NaN gradients (0 x
+    # NaN).
     difference = torch.where(counts, values.float() - targets.nan_to_num(), 0.0)
     return (difference * difference).sum()
 
 
 def step_loss(model: Any, batch: Batch, kind: Kind, total: int) -> Tensor:
-    """This micro-batch's share of the step's loss, in nats per target, or squared error; `total` is the number of targets of the step.
+    """This micro-batch's part of the step's loss: nats per target, or squared error.
 
-    Calls a transformers model without labels, so that it does not compute a loss itself.
+    total  number of targets of the whole step
+
+    Calls a transformers model without labels, so that the model computes no loss of its own.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if kind == "seq2seq":
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
     if kind in ("causal-lm", "seq2seq"):
+        # A KV cache would only cost memory in training.
         inputs["use_cache"] = False  # type: ignore[assignment]
     scores = scores_of(model(**inputs), batch["labels"], kind, batch.get("attention_mask"))
     return summed_loss(scores, batch["labels"], kind) / total
 
 
 def scores_of(output: Any, labels: Tensor, kind: Kind, mask: Tensor | None = None) -> Tensor:
-    """What of a model's output the labels are compared with. mask: 0 on padding, where there are answers to questions (`heads`)."""
+    """Scores of a model's output that the labels index (see `heads`).
+
+    mask  0 on padding; used for question answering
+    """
     if kind == "question-answering":
         return span_scores(output, mask)
     logits: Tensor = output["logits"]
@@ -103,7 +122,10 @@ def scores_of(output: Any, labels: Tensor, kind: Kind, mask: Tensor | None = Non
 
 
 def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
-    """The loss for `transformers.Trainer(compute_loss_func=...)`, which passes the step's number of targets."""
+    """Loss function for `transformers.Trainer(compute_loss_func=...)`.
+
+    Trainer passes the step's number of targets as `num_items_in_batch`.
+    """
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         total = count_targets([{"labels": labels}], kind) if num_items_in_batch is None else num_items_in_batch
@@ -115,10 +137,13 @@ def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
 def coloured_sample(
     tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int] | None, *, tokens: int = 200
 ) -> Text:
-    """The first `tokens` tokens as a rich Text: green with a loss, dim without, special tokens reversed, borders between.
+    """The first `tokens` tokens as rich Text: green with a loss, dim without, reversed if special.
 
-    Double brackets around tokens with a loss show them in a log without colours. labels as in an `Examples` item; None means no
-    loss. A byte-level token that is half a character shows as U+FFFD. rich comes with narrowgauge[train].
+    labels  as in an `Examples` item; None: no token has a loss
+
+    Bars separate tokens. Double brackets mark tokens with a loss in logs without colours. A
+    byte-level token that is part of a character shows as U+FFFD. rich comes with
+    narrowgauge[train].
     """
     from rich.text import Text
 

@@ -1,6 +1,7 @@
-"""The interface of a task on a table: how a row becomes arrays of ids, and those the example of a batch.
+"""Interface of a table task: encodes rows as arrays of ids, and decodes examples from them.
 
-Arrays of all examples lie back to back in the cache (`stored`), each under a name, with the length that every example has of it.
+The cache (`stored`) holds the arrays of all examples back to back, by name, with each example's
+number of elements.
 """
 
 from __future__ import annotations
@@ -29,55 +30,64 @@ Notes = Counter[str]  # sentence with {count} -> number of examples
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What the columns of a table mean."""
+    """Roles of a table's columns, and the encoding of its rows.
+
+    kind     kind of the task
+    refits   True: `encode` accepts max_length and truncates texts at allowed places;
+             False: too long examples lose the end of their ids
+    windows  True: `encode` accepts max_length and yields a list of examples per row
+    aside    arrays that an evaluation reads but no batch contains
+    learnt   noun for the part that a row without targets lacks, for messages
+    """
 
     kind: ClassVar[Kind]
-    refits: ClassVar[bool] = (
-        False  # `encode` takes max_length, and cuts texts where they may be cut; else ids lose their end
-    )
-    windows: ClassVar[bool] = False  # `encode` takes max_length, and gives a list of examples for each row
-    aside: ClassVar[frozenset[str]] = frozenset()  # arrays that no batch holds, but an evaluation may read
-    learnt: ClassVar[str] = "target"  # what a row has none of that teaches nothing
+    refits: ClassVar[bool] = False
+    windows: ClassVar[bool] = False
+    aside: ClassVar[frozenset[str]] = frozenset()
+    learnt: ClassVar[str] = "target"
 
     @property
     @abstractmethod
     def columns(self) -> list[str]:
-        """Those that it reads."""
+        """Names of the columns that the task reads."""
 
     @abstractmethod
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        """The arrays of an encoded example, `input_ids` among them, and how they are stored."""
+        """{name: stored dtype} of an encoded example's arrays, `input_ids` among them."""
 
     @abstractmethod
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Any]:
-        """The Encoded of each row, or with `windows` a list of them. Raises DataError with the row's origin."""
+        """Yields each row's arrays, or with `windows` a list per row.
+
+        Raises DataError with the row.
+        """
 
     def length(self, example: Encoded) -> int:
-        """Tokens that the limits are for."""
+        """Length of an example that the limits apply to, in tokens."""
         return len(example["input_ids"])
 
     def targets(self, example: Encoded) -> int:
-        """How many tokens, classes or numbers are learnt of an example."""
+        """Number of an example's targets: tokens, classes or numbers."""
         return len(example["labels"])
 
     @staticmethod
     def item(arrays: Item) -> Item:
-        """What a batch is made of: input_ids and labels at least."""
+        """Converts stored arrays to an example for the collator, at least input_ids and labels."""
         return arrays
 
     @staticmethod
     def lengths(stored: Stored) -> Indices:
-        """The width that a row of each example needs, int64."""
+        """Row width that each example needs, int64."""
         return stored.sizes("input_ids")
 
     @staticmethod
     def strata(stored: Stored) -> Indices | None:
-        """Of each example the group of its label, for batches that hold all groups in the data's shares; None where there is none."""
+        """Label group of each example, for batches with the data's shares; None without groups."""
         return None
 
     @staticmethod
     def tokens(stored: Stored) -> Indices:
-        """Tokens that a model reads of each example, int64; of a pair of texts the longer one's."""
+        """Tokens that a model reads of each example, int64; for a text pair the longer text's."""
         return stored.sizes("input_ids")

@@ -1,12 +1,13 @@
-"""Tasks of texts and their classes, and of models that write: how a row of a table becomes arrays of ids.
+"""Table tasks for text generation and classification: how a row becomes arrays of ids.
 
-    Completion      prompt + completion, loss on the completion and its end-of-text token
-    Chat            messages in the tokenizer's template, loss on the assistant's answers
+    Completion      prompt + completion; loss on the completion and its end-of-text token
+    Chat            messages in the tokenizer's template; loss on the assistant's answers
     Classification  a text or a pair of texts, and a class
     Seq2Seq         a source for the encoder, a target for the decoder
 
-Prompt and completion are tokenized as one text. A token that spans both counts as prompt (in chats too), and a note counts such
-examples: at inference the prompt is tokenized alone and ends differently.
+Prompt and completion are tokenized as one text. A token that spans both counts as prompt, in chats
+as well. A note reports such examples, because at inference the prompt is tokenized by itself and
+ends in another token.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ UNFINISHED = (
 
 
 class _Causal(Task):
-    """A text of which some tokens are learnt."""
+    """A token sequence with a loss on some of its tokens."""
 
     kind: ClassVar[Kind] = "causal-lm"
 
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        # Stored as one byte per token; labels are derived from ids and mask.
         return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
 
     def targets(self, example: Encoded) -> int:
-        example["targets"][:1] = 0  # nothing predicts the first token
+        example["targets"][:1] = 0  # no token precedes the first one, so none predicts it
         return int(example["targets"].sum())
 
     @staticmethod
@@ -84,20 +86,24 @@ class Completion(_Causal):
             notes[STRADDLING] += straddles
             if not len(ids) or ids[-1] != end:
                 ids, targets = np.append(ids, end), np.append(targets, False)
+            # An empty completion teaches nothing, not even to stop.
             targets[-1] = bool(row.values[self.completion])
             yield {"input_ids": ids, "targets": targets}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(_Causal):
-    """A column with a list of messages, each a role and a content."""
+    """A column with a list of messages, each with a role and a content.
+
+    train_on  "answers": loss on all answers; "last": on the last one
+    """
 
     messages: str = "messages"
     train_on: Literal["answers", "last"] = "answers"
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
-            raise ConfigError(f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.")
+            raise ConfigError(f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.", code="chat.train-on")
 
     @property
     def columns(self) -> list[str]:
@@ -112,7 +118,8 @@ class Chat(_Causal):
         ]
         texts, spans = [text for text, _ in rendered], [found for _, found in rendered]
         end, token = encoder.tokenizer.eos_token_id, str(encoder.tokenizer.eos_token)
-        # The template writes the special tokens; adding them again would double the beginning of text.
+        # special=False: the template writes special tokens itself; adding them again would give two
+        # beginning-of-text tokens.
         for _, ids, targets, straddles in _learnt(rows, texts, spans, encoder, special=False):
             notes[STRADDLING_CHAT] += straddles
             if end is not None and end not in ids[targets]:
@@ -123,7 +130,11 @@ class Chat(_Causal):
 def _learnt(
     rows: Sequence[Record], texts: Sequence[str], spans: Sequence[Sequence[Span]], encoder: Encoder, *, special: bool
 ) -> Iterator[tuple[Record, Values, Values, bool]]:
-    """(row, ids, True for a token that begins in a span of characters, whether one crosses the start of a span) of each text."""
+    """Yields (row, ids, targets, straddles) of each text.
+
+    targets    bool per token: it starts inside a span of characters
+    straddles  True if a token crosses the start of a span
+    """
     for row, wanted, (ids, places) in zip(rows, spans, encoder.spans(texts, special=special), strict=True):
         encoder.check_start(ids, row.origin)
         targets, straddles = np.zeros(len(ids), bool), False
@@ -135,7 +146,7 @@ def _learnt(
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Task):
-    """Columns with a text, perhaps a second one, and a class.
+    """Columns with a text, optionally a second one, and a class.
 
     classes  names in the order of their ids, or their number if the data holds ids
     """
@@ -151,10 +162,14 @@ class Classification(Task):
     def __post_init__(self) -> None:
         names = self.classes if isinstance(self.classes, tuple) else ()
         if self.count < 2 or len(set(names)) != len(names):
-            raise ConfigError(f"Classification: classes {self.classes!r}. Name at least two, each once.")
+            raise ConfigError(
+                f"Classification: classes {self.classes!r}. Name at least two, each once.",
+                code="classification.classes",
+            )
 
     @property
     def count(self) -> int:
+        """Number of classes."""
         return self.classes if isinstance(self.classes, int) else len(self.classes)
 
     @property
@@ -171,7 +186,7 @@ class Classification(Task):
 
     @staticmethod
     def strata(stored: Stored) -> Indices:
-        """Classes, or neighbours of them."""
+        """Class of each example, or a group of classes with similar length."""
         return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
 
     def encode(
@@ -182,7 +197,7 @@ class Classification(Task):
         return ({**example, "labels": np.array([label])} for example, label in zip(examples, labels, strict=True))
 
     def class_of(self, row: Record) -> int:
-        """The id of the row's class. Raises DataError for an unknown label."""
+        """Class id of a row. Raises DataError for an unknown label."""
         value = row.values[self.label]
         if isinstance(self.classes, tuple):
             if value in self.classes:
@@ -191,13 +206,15 @@ class Classification(Task):
             listing = f"Closest: {near}." if near else f"Classes: {', '.join(map(repr, self.classes[:20]))}."
             raise DataError(
                 f"{row.origin}: label {value!r} in column {self.label!r} is none of the {self.count} classes. {listing} "
-                "Correct the row, or name all classes."
+                "Correct the row, or name all classes.",
+                code="classification.label",
             )
         number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value.strip()) else value
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise DataError(
                 f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. Correct the row, "
-                "pass the number of classes that the data has, or name them."
+                "pass the number of classes that the data has, or name them.",
+                code="classification.number",
             )
         return number
 
@@ -206,7 +223,7 @@ class Classification(Task):
 class Seq2Seq(Task):
     """Columns with the encoder's source and the decoder's target.
 
-    keeps_text  the target's text is kept too, as UTF-8 in an array "text" that no batch holds
+    keeps_text  also store the target's text, as UTF-8 in an array "text" that no batch contains
     """
 
     source: str = "source"
@@ -240,5 +257,7 @@ class Seq2Seq(Task):
         targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
         for row, source, target in zip(rows, sources, targets, strict=True):
             encoder.check_start(source["input_ids"], row.origin)
+            # The original text, for BLEU: decoding the ids would lose what the tokenizer
+            # normalizes.
             text = {"text": np.frombuffer(row.text(self.target).encode(), np.uint8)} if self.keeps_text else {}
             yield {"input_ids": source["input_ids"], "labels": target["input_ids"], **text}

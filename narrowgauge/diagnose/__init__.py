@@ -1,4 +1,4 @@
-"""Diagnosis of a run: tensor statistics, the comparison of two runs, the first non-finite number, GPU idle time, this machine.
+"""Diagnosis of runs: comparisons, verdicts, tensor statistics, non-finite numbers, GPU idle time.
 
 Nothing is imported here: `runs` and `compare` need Python alone, the other modules need torch.
 """

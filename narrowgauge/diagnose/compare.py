@@ -1,11 +1,11 @@
-"""Compares two runs on the same batches: how far apart their losses are, and how much of that is noise.
+"""Compare two runs on the same batches: the difference of their losses, and its noise.
 
-At step t both runs saw the same batch, so its difficulty cancels in d[t] = run loss - reference loss. What stays is the
-difference between the runs, plus noise.
+Both runs saw the same batch at step t, so its difficulty cancels in d[t] = run loss - reference
+loss.
 
-The mean of d over the last steps has a band (band.py), which is valid for one look at a finished pair. It says what the scatter of
-these steps explains, and no more: one pair of runs with one seed cannot tell the recipe from chance, since two runs in BF16 that
-round differently also drift apart.
+The mean of d over the last steps has a 95 % band (band.py), valid for one look at a finished pair.
+The band covers the scatter of these steps only. One pair of runs with one seed cannot separate the
+recipe from chance: two BF16 runs that round differently also drift apart.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ class Pair:
 
     @property
     def ratio(self) -> float | None:
-        """run / reference; None if the reference is zero or either is not finite."""
+        """run / reference; None if the reference is zero or either value is not finite."""
         fine = self.reference != 0 and math.isfinite(self.run) and math.isfinite(self.reference)
         return self.run / self.reference if fine else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The result of `compare`. A field is None if one of the runs did not record the quantity."""
+    """Result of `compare`. A field is None if one of the runs did not record the quantity."""
 
     run_name: str
     reference_name: str
-    steps: list[int]  # steps where both runs have a finite loss
-    unpaired: int  # of these, steps with different batches, by their place in the data or their numbers of tokens
-    identical: bool  # every common loss is the same, bit for bit
-    window: int  # steps in the moving window, and at most in `tail`
+    steps: list[int]  # steps at which both runs have a finite loss
+    unpaired: int  # number of these steps with different batches, by data position or token count
+    identical: bool  # every common loss is bit-identical
+    window: int  # steps in the moving window; upper limit for `tail`
     curve: list[tuple[int, Estimate]]  # moving mean of the difference of the training losses
-    tail: Estimate | None  # its mean over the last `window` common steps
+    tail: Estimate | None  # mean difference over the last `window` common steps
     validation: Pair | None  # at the last step where both were evaluated
     tokens_per_s: Pair | None
     peak_bytes: Pair | None
     run_nonfinite: int | None  # first step whose loss is not finite
     reference_nonfinite: int | None
-    left_out: tuple[int, ...] = ()  # batches, at loss spikes
+    left_out: tuple[int, ...] = ()  # batches that the run skipped at loss spikes
     reference_left_out: tuple[int, ...] = ()
-    assay: Assay | None = None  # of the reference; None: not asked
+    assay: Assay | None = None  # assay sensitivity of the reference; None: not requested
 
     @property
     def cannot_tell(self) -> bool:
-        """Whether the steps show no difference, and could not have shown one (`sensitivity`)."""
+        """True if the steps show no difference and could not have shown one (`sensitivity`)."""
         return (
             self.assay is not None and not self.assay.is_sensitive and self.training_finding in ("noise", "identical")
         )
@@ -82,9 +82,10 @@ class Comparison:
 
     @property
     def training_finding(self) -> str:
-        """The end of the paired training losses, of this pair alone.
+        """Result at the end of the paired training losses, for this pair alone.
 
-        'unknown', 'identical', or where zero lies: 'noise' (within the band of the mean), 'higher' or 'lower' (the mean, zero outside).
+        'unknown', 'identical', 'noise' (zero lies within the band of the mean), or, with zero
+        outside the band, 'higher' or 'lower'.
         """
         if self.tail is None or self.tail.half_width is None:
             return "unknown"
@@ -169,10 +170,10 @@ def compare(
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     assay: Assay | None = None,
 ) -> Comparison:
-    """The comparison of two lists of events as `runs.read_metrics` returns them.
+    """Compare two lists of events as returned by `runs.read_metrics`.
 
-    left_out  the batches that each left out (`left_out`)
-    assay     whether the reference could have shown a difference (`sensitivity`); None: not asked
+    left_out  batches that each of the two runs skipped (`left_out`)
+    assay     assay sensitivity of the reference (`sensitivity`); None: not requested
     """
     ours, theirs = step_events(run), step_events(reference)
     common = sorted(ours.keys() & theirs.keys())
@@ -182,6 +183,7 @@ def compare(
     radius = window_radius(len(steps))
     window = 2 * radius + 1
     evaluated, reference_evaluated = dict(evaluations(run)), dict(evaluations(reference))
+    # The last common evaluation, not each run's last one: runs may have stopped at different steps.
     last_evaluated = max(evaluated.keys() & reference_evaluated.keys(), default=0)
 
     def pair(ours: float | None, theirs: float | None, step: int = max(common, default=0)) -> Pair | None:
@@ -191,6 +193,7 @@ def compare(
         run_name=run_name,
         reference_name=reference_name,
         steps=steps,
+        # Equal token counts do not prove equal batches, but different counts prove different ones.
         unpaired=sum(ours[step].get("tokens") != theirs[step].get("tokens") or step in other for step in steps),
         identical=not any(differences),
         window=window,
@@ -208,10 +211,11 @@ def compare(
 
 
 def smooth(curve: Sequence[tuple[int, float]], radius: int, points: int = 600) -> list[tuple[int, float]]:
-    """(step, value) smoothed at up to `points` places, by a local linear fit.
+    """Smooth a curve by a local linear fit; returns (step, value) at up to `points` places.
 
-    The fit is a least-squares line through the finite values within `radius` places, evaluated at the place: it neither lags
-    nor flattens at the ends, as a moving mean does. The value is NaN where the curve itself is not finite.
+    The fit is a least-squares line through the finite values within `radius` places, evaluated at
+    the place. Unlike a moving mean it neither lags nor flattens at the ends. NaN where the curve
+    itself is not finite.
     """
     found = []
     for place in spread(len(curve), points):
@@ -229,7 +233,7 @@ def smooth(curve: Sequence[tuple[int, float]], radius: int, points: int = 600) -
 
 
 def step_events(events: Sequence[Event]) -> dict[int, Event]:
-    """The `step` events by step."""
+    """`step` events by step."""
     return {event["step"]: event for event in events if event["event"] == "step"}
 
 
@@ -238,22 +242,23 @@ def finite_loss(event: Event) -> bool:
 
 
 def first_nonfinite(events: Sequence[Event]) -> int | None:
-    """The first step whose training loss is NaN or infinite."""
+    """First step whose training loss is NaN or infinite."""
     return min((step for step, event in step_events(events).items() if not finite_loss(event)), default=None)
 
 
 def evaluations(events: Sequence[Event]) -> list[tuple[int, float]]:
-    """(step, validation loss), in order."""
+    """(step, validation loss) pairs, sorted."""
     return sorted((event["step"], event["loss"]) for event in events if event["event"] == "eval")
 
 
 def tokens_per_s(events: Sequence[Event]) -> float | None:
-    """The median over the steps, without the first, which includes start-up."""
+    """Median over the steps, without the first step, which includes start-up."""
     by_step = step_events(events)
     rates = [by_step[step]["tokens_per_s"] for step in sorted(by_step) if by_step[step].get("tokens_per_s")]
+    # The first step includes compilation and allocation; a run of one step has no other.
     return statistics.median(rates[1:] or rates) if rates else None
 
 
 def peak_bytes(events: Sequence[Event]) -> float | None:
-    """The largest peak of all steps; None if none was measured (zero means not measured)."""
+    """Largest peak of all steps; None if none was measured (zero means not measured)."""
     return max((event.get("peak_bytes") or 0 for event in step_events(events).values()), default=0) or None

@@ -1,23 +1,24 @@
-"""Formats numbers for readers: units, true minus signs, significant digits."""
+"""Format numbers for readers: units, true minus signs, significant digits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-PERCENT = "\N{NO-BREAK SPACE}%"  # so that no line breaks before the sign
+PERCENT = "\N{NO-BREAK SPACE}%"  # no line break before the sign
 
 
 def decimals(value: float) -> int:
-    """Decimal places (4 to 7) that show two digits of the value."""
+    """Number of decimal places (4 to 7) that shows two digits of the value."""
     return min(max(4, 1 - math.floor(math.log10(abs(value)))), 7) if value and math.isfinite(value) else 4
 
 
 def signed(value: float | None, places: int = 4) -> str:
-    """The value with its sign; zero has none."""
+    """Format a value with its sign; zero has none."""
     if value is None or not math.isfinite(value):
         return "not known"
     text = true_minus(f"{value:+.{places}f}")
+    # A value that rounds to zero would read "−0.0000".
     return text if any(digit in text for digit in "123456789") else text[1:]
 
 
@@ -26,17 +27,17 @@ def true_minus(text: str) -> str:
 
 
 def count(value: float) -> str:
-    """1,234,567; returns text unchanged."""
+    """Format as 1,234,567; text is returned unchanged."""
     return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else str(value)
 
 
 def plural(value: float, noun: str) -> str:
-    """'1 step', '300 steps'."""
+    """Format a count with its noun: '1 step', '300 steps'."""
     return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def rounded(value: float) -> str:
-    """3.2 million: three digits and a word."""
+    """Format with three digits and a word: 3.2 million."""
     for unit, word in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")):
         if value >= unit:
             return f"{value / unit:.3g}{word}"
@@ -44,7 +45,7 @@ def rounded(value: float) -> str:
 
 
 def size_parts(value: float) -> tuple[str, str]:
-    """Bytes as ("1.25", "GiB")."""
+    """Format bytes as ("1.25", "GiB")."""
     for unit, word in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= unit:
             return (f"{value / unit:.3g}" if value < 1000 * unit else f"{value / unit:,.0f}"), word
@@ -52,12 +53,12 @@ def size_parts(value: float) -> tuple[str, str]:
 
 
 def size(value: float) -> str:
-    """Bytes as '1.25 GiB'."""
+    """Format bytes as '1.25 GiB'."""
     return " ".join(size_parts(value))
 
 
 def duration(seconds: float) -> str:
-    """'12.3 s', '4 min 05 s', '3 h 07 min'."""
+    """Format seconds as '12.3 s', '4 min 05 s', '3 h 07 min'."""
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -65,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def loss_value(value: float) -> str:
-    """Four decimal places, or 'NaN' or 'infinite'."""
+    """Format with four decimal places, or as 'NaN' or 'infinite'."""
     return true_minus(f"{value:.4f}") if math.isfinite(value) else "NaN" if math.isnan(value) else "infinite"
 
 
@@ -74,7 +75,10 @@ def perplexity(loss: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a percentage: three digits; '0' only for exactly zero, '< 0.0001' below that."""
+    """Format a share as a percentage with three digits.
+
+    '0 %' only for exactly zero; '< 0.0001 %' below that limit.
+    """
     if share is None or not math.isfinite(share):
         return "–"
     value = 100 * share
@@ -86,7 +90,7 @@ def percent(share: float | None) -> str:
 
 
 def magnitude(value: float | None) -> str:
-    """'1.23 × 10⁻⁵' with no-break spaces, or '0.0123' for numbers from 0.001 to 10,000."""
+    """Format as '1.23 × 10⁻⁵' (no-break spaces), or as '0.0123' from 0.001 to 10,000."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -105,7 +109,10 @@ def superscript(value: int) -> str:
 
 
 def elsewhere(recipes: Mapping[str, str], embedding_codes: str = "") -> str:
-    """What has other numbers than the recipe: " with bf16 in lm_head, int4 in embeddings"."""
+    """Suffix for layers with other formats than the recipe.
+
+    Example: " with bf16 in lm_head, int4 in embeddings".
+    """
     said = [f"{recipe} in {pattern}" for pattern, recipe in recipes.items()]
     said += [f"{embedding_codes} in embeddings"] if embedding_codes else []
     return f" with {', '.join(said)}" if said else ""

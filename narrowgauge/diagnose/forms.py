@@ -1,4 +1,4 @@
-"""Checks the values of a JSON file against a form, and says what is wrong.
+"""Validate the values of a JSON file against a form; an error names the place and the value.
 
 EVAL = record({"step": number(1, whole=True), "loss": number()}, {"tokens": number(0, whole=True)})
 refuse({"step": -1, "loss": 8.3}, EVAL)   ->  "step = -1 is not a whole number of at least 1"
@@ -12,22 +12,22 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-# '' for a valid value, else the end of a clause: " = -1 is not ...", ".step = -1 is not ..."
+# Returns '' for a valid value, else the end of a clause such as " = -1 is not a whole number".
 Form = Callable[[Any], str]
 
 
 def refuse(value: Any, form: Form) -> str:
-    """A clause that says what is wrong with `value`, or ''."""
+    """Clause that describes the error in `value`, or ''."""
     return form(value).removeprefix(".").strip()
 
 
 def leaf(valid: Callable[[Any], bool], words: str) -> Form:
-    """A value that is `valid`, else "is not <words>"."""
+    """A value for which `valid` is true; the error reads "is not <words>"."""
     return lambda value: "" if valid(value) else f" = {shown(value)} is not {words}"
 
 
 def parts(kind: type, words: str, split: Callable[[Any], Iterable[tuple[str, Form, Any]]]) -> Form:
-    """A container of this kind, each of whose parts (place, form, value) has its form."""
+    """A container of type `kind`; each of its parts (place, form, value) must match its form."""
 
     def check(value: Any) -> str:
         if not isinstance(value, kind):
@@ -44,6 +44,7 @@ def number(low: float = -math.inf, high: float = math.inf, *, whole: bool = Fals
     def valid(value: Any) -> bool:
         if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
             return False
+        # `not value < low` lets NaN pass and still refuses -inf for numbers of at least `low`.
         return low <= value <= high if math.isfinite(value) else not finite and not value < low
 
     return leaf(valid, f"a {'whole ' if whole else ''}number{limits if low > -math.inf else ''}")
@@ -63,12 +64,12 @@ def listed(form: Form) -> Form:
 
 
 def table(form: Form) -> Form:
-    """A mapping with any keys, whose values have one form."""
+    """A mapping with any keys, whose values match one form."""
     return parts(Mapping, "a table", lambda value: ((f".{key}", form, each) for key, each in value.items()))
 
 
 def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
-    """A mapping with `required` and `optional` keys; other keys may hold anything."""
+    """A mapping with `required` and `optional` keys; other keys may have any value."""
     forms = {**required, **(optional or {})}
 
     def split(value: Mapping[str, Any]) -> Iterator[tuple[str, Form, Any]]:
@@ -80,7 +81,7 @@ def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = N
 
 
 def shown(value: Any) -> str:
-    """A short text for a value: dtype and shape of a tensor, at most 60 characters."""
+    """Short text for a value, at most 60 characters; dtype and shape for a tensor."""
     if hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return ascii(value) if isinstance(value, str | int | float) and len(str(value)) <= 60 else reprlib.repr(value)

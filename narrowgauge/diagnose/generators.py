@@ -1,4 +1,4 @@
-"""The generators that training draws from: torch's, CUDA's, numpy's and Python's."""
+"""State of all random generators that training draws from: torch, CUDA, numpy and Python."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ import torch
 np: ModuleType | None
 try:
     import numpy as np
-except ImportError:  # torch does without
+except ImportError:  # torch works without numpy
     np = None
 
 
 def seed_all(seed: int) -> None:
-    """Starts every one of them; numpy's and Python's would else start from the operating system's noise."""
+    """Seed every generator; numpy and Python would otherwise start from the system's entropy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if np is not None:
+        # numpy accepts 32 bits only.
         np.random.seed(seed % 2**32)
 
 
 def generators() -> dict[str, Any]:
-    """Their states: tensors, numbers, strings, and lists and tuples of them. Without numpy none of it."""
+    """States of all generators: tensors, numbers, strings, and lists and tuples of them.
+
+    Skips absent numpy.
+    """
     found = {
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
@@ -38,8 +42,9 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(saved: dict[str, Any]) -> None:
-    """Puts back what `generators` gave."""
+    """Restore the states returned by `generators`."""
     torch.set_rng_state(saved["torch"])
+    # With another number of GPUs no state fits, so the CUDA generators stay as they are.
     if torch.cuda.is_available() and len(saved["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(saved["cuda"])
     random.setstate(saved["python"])

@@ -1,10 +1,11 @@
-"""Whether a GPU waits for its launches: the share of a step in which no kernel runs, and what to change.
+"""GPU idle time: the share of a step in which no kernel runs, and advice on how to lower it.
 
     gap      time between the end of all kernels so far and the start of the next one
     idle     sum of the gaps / time from the start of the first kernel to the end of the last
 
-A gap shorter than LONG_S means that the host launches kernels more slowly than they run. In a longer gap the host does
-something else: it reads data, waits for a result, saves. The two have different cures, so they are counted apart.
+A gap shorter than LONG_S means that the host launches kernels more slowly than they run. In a
+longer gap the host does something else: it reads data, waits for a result, or saves. The remedies
+differ, so the two are counted separately.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 
 import torch
 
-LONG_S = 1e-3  # an operation of PyTorch takes the host 5 to 100 us
-BOUND = 0.1  # share of a step that is worth a change
+LONG_S = 1e-3  # a PyTorch operation costs the host 5 to 100 us
+BOUND = 0.1  # share of a step above which advice is given
 
 Interval = tuple[float, float]  # seconds, on one clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """The kernels of a step and the gaps between them.
+    """Kernels of a step and the gaps between them.
 
     span_s          from the start of the first kernel to the end of the last
     launching_s     sum of the gaps shorter than LONG_S
@@ -65,7 +66,10 @@ class Launches:
 
 
 def measure(intervals: Iterable[Interval]) -> Launches | None:
-    """Measures the kernels of one device, in any order, overlapping or not; None if there is no kernel. O(n log n)."""
+    """Measure the kernels of one device, in any order, overlapping or not.
+
+    Returns None if there is no kernel. O(n log n).
+    """
     ordered = sorted(intervals)
     if not ordered:
         return None
@@ -74,6 +78,8 @@ def measure(intervals: Iterable[Interval]) -> Launches | None:
     for begins, ends in ordered:
         if begins > reached:
             gaps.append(begins - reached)
+        # Kernels of several streams overlap: a gap counts only if no earlier kernel is still
+        # running.
         reached = max(reached, ends)
     return Launches(
         kernels=len(ordered),
@@ -88,9 +94,10 @@ def measure(intervals: Iterable[Interval]) -> Launches | None:
 def advice(
     found: Launches, *, graphs: bool = False, graphs_refused: str = "", compiled: bool = False, micro_batches: int = 1
 ) -> list[str]:
-    """What to change, a sentence each, the most effective first; [] if the GPU is busy.
+    """Sentences on possible changes, the most effective first; [] if the GPU is busy.
 
-    graphs  True if steps run as CUDA graphs; graphs_refused is the reason why they cannot, or ''
+    graphs          True if steps run as CUDA graphs
+    graphs_refused  reason why steps cannot run as CUDA graphs, or ''
     """
     sentences = []
     if found.is_launch_bound:
@@ -117,9 +124,10 @@ def advice(
 
 @contextmanager
 def watched() -> Iterator[list[Interval]]:
-    """When the block ends, fills the list with the intervals of the CUDA kernels and copies that ran in it.
+    """Collect the intervals of CUDA kernels and copies in a block; the list is filled at exit.
 
-    Synchronizes at both ends. Profiling costs the host microseconds per launch, so the measured idle time is an upper bound.
+    Synchronizes at both ends. Profiling costs the host microseconds per launch, so the measured
+    idle time is an upper bound.
     """
     found: list[Interval] = []
     torch.cuda.synchronize()
@@ -137,7 +145,7 @@ def watched() -> Iterator[list[Interval]]:
 
 
 def on_device(events: Sequence[Any] | None) -> list[Interval]:
-    """The intervals of kernels and copies among the events of torch's profiler, without ranges that user code marked."""
+    """Intervals of kernels and copies among torch profiler events, without user annotations."""
     cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     return [
         (event.time_range.start * 1e-6, event.time_range.end * 1e-6)

@@ -1,13 +1,17 @@
-"""The ladder of debugging: which changes a suspicious stretch of a run is repeated under, and what follows from how they go.
+"""Debugging ladder: the order in which `narrowgauge debug` changes a run, and the rule for a fix.
 
-    again            the run's own recipe            does it repeat?
-    bf16             every product in 16 bits        the same curve? then it is not the number format
-    control          bf16 in another order of sums   how far rounding alone drives two continuations apart
-    recipe:NAME      more conservative recipes       one after another, until one mends it
-    product:NAME     one matrix product in 16 bits   which one mends it alone
+The same steps are replayed from one checkpoint under one change after another. Each replay is a
+rung:
 
-The order is that of practice: what rules out most comes first, and what is ruled out is not computed. Each rung starts from one checkpoint
-and sees the same batches, so they differ in their numbers alone. No torch here: `train.debug` takes the steps.
+    again            the run's own recipe            does the result repeat?
+    bf16             every GEMM in 16 bits           same curve? then not the number format
+    control          bf16, other summation order     how far rounding alone drives two replays apart
+    recipe:NAME      more conservative recipes       one after another, until one fixes it
+    product:NAME     one GEMM in 16 bits             which of the three GEMMs fixes it alone
+
+Rungs that rule out most come first, and excluded rungs are not computed. All rungs use the same
+batches, so they differ in their arithmetic alone. This module imports no torch: `train.debug` runs
+the steps.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from narrowgauge.diagnose.same_curve import DIFFERS, SAME, SMALL, UNKNOWN, SameC
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
 ELSEWHERE = "Look at the data of these steps, at the learning rate, and at modules that are no Linears."
 PRODUCTS = ("output", "grad_input", "grad_weight")
-REST = 0.5  # of a gap: what a change that mends it leaves at most
+REST = 0.5  # a fix leaves at most this share of the gap to BF16
 
-# Recipe -> the next that rounds less: scales of this step before those of earlier ones, of rows before whole tensors, 8 bits before 4.
-# After the last comes bf16, which is a rung of its own.
+# Recipe -> the next recipe with smaller rounding errors: current scaling before delayed scaling,
+# row scales before per-tensor scales, 8 bits before 4. bf16 follows the last one and has its own
+# rung.
 MORE_CONSERVATIVE = {
     "fp8-delayed": "fp8-current", "fp8-current-fast": "fp8-current", "fp8-current": "fp8-row", "fp8-row": "mxfp8", "fp8-block": "mxfp8",
     "nvfp4": "mxfp8", "mxfp4": "mxfp8", "int4-lsq-luq": "int4-hq-bs", "int4-hq-lss": "int4-hq-bs", "int4-minmax-sr": "int4-hq-bs",
@@ -36,7 +41,7 @@ MORE_CONSERVATIVE = {
 
 
 def chain(recipe: str) -> list[str]:
-    """The recipes below one on the ladder, the next one first; [] if bf16 comes next."""
+    """Recipes after `recipe` on the ladder, the next one first; [] if bf16 comes next."""
     found = []
     while (recipe := MORE_CONSERVATIVE.get(recipe, "")) and recipe not in found:
         found.append(recipe)
@@ -63,7 +68,12 @@ TAKEN = record(
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One stretch. lost: the step whose loss or gradient norm was not finite, 0: none; refused: why it was not taken."""
+    """One replay.
+
+    losses   loss of each step
+    lost     step whose loss or gradient norm was not finite; 0: none
+    refused  reason why the rung was not run
+    """
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -73,17 +83,22 @@ class Rung:
 
     @property
     def curve(self) -> list[float]:
-        """With a loss that is not finite where it was lost, though a gradient may have been it."""
+        """Losses; NaN is appended if a gradient became non-finite before any loss did."""
         return [*self.losses, math.nan] if self.lost and all(map(math.isfinite, self.losses)) else self.losses
 
 
 @dataclass(kw_only=True)
 class Ladder:
-    """What is known of a run around a step.
+    """Replays of a run around a step, and their evaluation.
 
-    begun, steps  after which step the stretches begin, and how many steps they have; asked: the step in question
-    logged        losses of the run itself at these steps, by step
-    scores        of the validation set at `begun`: {"narrow": {...}, "wide": {...}}, wide only where that differs
+    recipe  the run's recipe; '' if no GEMM of the run is below 16 bits
+    begun   step after which the replays begin
+    steps   number of steps in a replay
+    asked   step that the user asked about
+    logged  losses that the run itself logged, by step
+    rungs   name -> Rung, in the order in which they were run
+    scores  validation scores at `begun`: {"narrow": {...}, "wide": {...}}; "wide" (all GEMMs in 16
+            bits) only where it differs
     """
 
     recipe: str
@@ -95,7 +110,9 @@ class Ladder:
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def next(self) -> str:
-        """The name of the rung to take now; '' if the ladder has ended."""
+        """Name of the next rung to run; '' if the ladder has ended."""
+        # A run without low-precision GEMMs is already in 16 bits: only repeatability and control
+        # are tested.
         for name in (AGAIN, *((WIDE, CONTROL) if self.recipe else (CONTROL,))):
             if name not in self.rungs:
                 return name
@@ -106,10 +123,13 @@ class Ladder:
                 return RECIPE + name
             if self.mends(RECIPE + name):
                 break
+        # All three GEMMs are tried even if one fixes the run, because a fault can be in more than
+        # one.
         return next((PRODUCT + each for each in PRODUCTS if PRODUCT + each not in self.rungs), "")
 
     def most(self) -> int:
-        """Rungs, at most."""
+        """Largest possible number of rungs."""
+        # 3: again, bf16 and control.
         return 3 + len(chain(self.recipe)) + len(PRODUCTS) if self.recipe else 2
 
     def against_bf16(self, name: str = AGAIN) -> SameCurve:
@@ -117,33 +137,39 @@ class Ladder:
         return judge(self.rungs[name].curve, wide, [(control, wide)])
 
     def is_behind(self) -> bool:
-        """Whether the run's own recipe has something to mend: a curve above that of BF16, or far from it on either side."""
+        """True if there is a gap to fix.
+
+        The recipe's curve is above BF16's by more than control, or differs by more than the margin.
+        """
         own = self.against_bf16()
         return own.name == DIFFERS or (own.name == SMALL and own.difference > 0)
 
     def mends(self, name: str) -> bool:
-        """Whether a rung brings the curve back to that of BF16: within control or the margin, with less than REST of the gap left.
+        """True if a rung fixes the run: it is close to BF16 and leaves less than REST of the gap.
 
-        Within the margin or control alone would not do: a gap that is hardly above them is brought below by chance. Within control would
-        be too much: what is left is what the sound products of the recipe cost.
+        Close means within control or within the margin.
         """
         if self.rungs[name].refused:
             return False
         found, own = self.against_bf16(name), self.against_bf16()
+        # Tried and lost: "within the margin" alone, which a gap of 0.0110 passed at 0.0105 by
+        # chance (margin 0.0107), and "within control" alone, which sound FP8 GEMMs of the recipe
+        # (0.0003 to 0.0005) failed (docs/log.md).
         return found.name in (SAME, SMALL) and abs(found.difference) < REST * abs(own.difference)
 
     def mended(self) -> list[str]:
-        """The rungs that mend it, recipes first."""
+        """Rungs that fix the run, recipes first."""
         return [name for name in self.rungs if name.startswith((RECIPE, PRODUCT)) and self.mends(name)]
 
     # --- in words
 
     def repeats(self) -> str:
-        """Whether the run's own recipe gives the losses that the run has logged."""
+        """Sentence that compares the replay's losses with the losses that the run logged."""
         own = dict(enumerate(self.rungs[AGAIN].losses, self.begun + 1))
         common = sorted(own.keys() & self.logged.keys())
         if not common:
             return "The run has logged no loss of these steps."
+        # Tuples compare by gap first, so this is the step of the largest gap.
         gap, step = max((abs(own[step] - self.logged[step]), step) for step in common)
         if gap == 0:
             return f"It repeats: the losses that the run has logged of {plural(len(common), 'step')}, to the bit."
@@ -153,7 +179,7 @@ class Ladder:
         )
 
     def conclusion(self) -> str:
-        """The finding in a sentence or two."""
+        """Result in one or two sentences."""
         if not self.recipe:
             return f"No product of the run is narrower than 16 bits, so it is not the number format. {ELSEWHERE}"
         own, wide = self.against_bf16(), self.rungs[WIDE]
@@ -175,6 +201,8 @@ class Ladder:
     def _of_small(self, own: SameCurve, found: list[str]) -> str:
         if not found:
             return "No rung brings it within control, or halves it."
+        # Below the margin several rungs may pass by chance, so the smallest remaining gap is
+        # reported.
         name = min(found, key=lambda each: abs(self.against_bf16(each).difference))
         best, words = self.against_bf16(name), change_words(name)
         if best.name == SAME:
@@ -183,7 +211,7 @@ class Ladder:
         return f"Most of it goes with {words}: {left} of {whole} nats are left."
 
     def report(self) -> Iterator[str]:
-        """Sentences and numbers, a line each."""
+        """Yield sentences and numbers, one line each."""
         yield (
             f"From the checkpoint of step {count(self.begun)}, {plural(self.steps, 'step')} to step {count(self.begun + self.steps)} "
             f"(asked: {count(self.asked)}), recipe {self.recipe or 'without narrow products'}."
@@ -224,7 +252,7 @@ class Ladder:
         return {**own, "rungs": rungs, "scores": self.scores}
 
     def take_up(self, facts: Mapping[str, Any]) -> None:
-        """The rungs and scores of `facts`. ValueError for what `facts` of a ladder cannot be."""
+        """Load the rungs and scores of `facts`. Raises ValueError if `facts` are malformed."""
         if problem := refuse(facts, TAKEN):
             raise ValueError(problem)
         self.rungs = {each["name"]: Rung(**each) for each in facts["rungs"]}

@@ -1,7 +1,8 @@
-"""The batches that runs left out at loss spikes (`on_spike = skip`), and so which batch each of their steps learnt from.
+"""Batches that runs skipped at loss spikes (`on_spike = skip`), and the batch of each step.
 
-Batches are numbered from 1 in the order of the data. A run that leaves out batch 40 has batch 41 at step 40, and so on to its end: from
-there on it is no pair of a run that left out none, step by step.
+Batches are numbered from 1 in the order of the data. A run that skips batch 40 trains on batch 41
+at step 40, and is shifted by one batch until its end. From step 40 on its losses cannot be paired
+with a run that skipped nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import count
 
-KEY = "left_out"  # in run.json, and of events `spike`
+KEY = "left_out"  # key in run.json and in `spike` events
 
 
 def batch_of(step: int, left_out: Iterable[int]) -> int:
-    """The number of the batch that a step learns from. left_out: ascending."""
+    """Number of the batch that a step trains on. left_out: ascending."""
     found = step
     for each in left_out:
         found += each <= found
@@ -23,20 +24,27 @@ def batch_of(step: int, left_out: Iterable[int]) -> int:
 
 
 def of_run(run: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Ascending. run: its run.json, which knows what a branch's parent left out; events: what it has left out since that was written."""
+    """Skipped batches of a run, ascending.
+
+    run     its run.json, which includes the batches that a branch's parent skipped
+    events  its events, for batches skipped after run.json was written
+    """
     since = (number for event in events if event["event"] == "spike" for number in event.get(KEY) or ())
     return tuple(sorted({*(run.get(KEY) or ()), *since}))
 
 
 def other_steps(steps: Iterable[int], one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Those from the first on at which two runs that left these out learnt from different batches: their weights differ since."""
+    """Steps from the first one at which two runs trained on different batches.
+
+    All later steps count, since the weights differ from then on.
+    """
     known = list(steps)
     first = min((step for step in known if batch_of(step, one) != batch_of(step, other)), default=None)
     return [] if first is None else [step for step in known if step >= first]
 
 
 def words(name: str, left_out: Sequence[int]) -> str:
-    """'fp8-row left out batches 40 and 57'."""
+    """Clause such as 'fp8-row left out batches 40 and 57'."""
     numbers = [count(each) for each in left_out]
     if not numbers:
         return f"{name} left out none"

@@ -1,10 +1,12 @@
-"""Runs and their branches on one axis: which steps they share, which of them are each other's control, and what follows for the format.
+"""Compare runs and their branches on one step axis: common steps, controls, and verdicts.
 
-    A ------------o------------------        a branch begins at the step of its parent's checkpoint, and has a log of its own from there;
-                  |\\__________ bf16          its steps are counted on, so step t is the same batch in all of them
-                   \\__________ bf16, twice as many micro-batches: the control of the one above
+    A ------------o------------------        a branch begins at the step of its parent's checkpoint,
+                  |\\__________ bf16          with a log of its own. Its steps are counted on, so step
+                   \\                         t is the same batch in all of them
+                    \\_________ bf16, twice as many micro-batches: the control of the branch above
 
-What a branch is of stands in its run.json (docs/architecture.md). The parent may be gone: then nothing before the branch is known of it.
+run.json of a branch names its parent (docs/architecture.md). If the parent's folder is gone,
+nothing before the branch point is known.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from narrowgauge.diagnose.same_curve import SameCurve, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
 from narrowgauge.errors import ConfigError
 
-CONTROL = "micro_batches"  # another order of summation
+CONTROL = "micro_batches"  # changes the order of summation and nothing else
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A run among others. parent: what its run.json says of it, {} for a run from the start."""
+    """A run or branch, as read from its folder."""
 
     folder: Path
     run: dict[str, Any]
@@ -39,6 +41,7 @@ class Member:
 
     @property
     def parent(self) -> dict[str, Any]:
+        """Facts on a branch's parent from run.json; {} for a run from the start."""
         return self.run.get("parent") or {}
 
     @property
@@ -53,7 +56,7 @@ class Member:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """The batches that it left out."""
+        """Batches that the run skipped at loss spikes."""
         return left_out.of_run(self.run, self.events)
 
     @property
@@ -62,7 +65,7 @@ class Member:
 
     @property
     def words(self) -> str:
-        """What it is, in a line."""
+        """One line that describes the run: recipe, branch point, changes and steps."""
         steps = self.losses
         reach = f"steps {count(min(steps))} to {count(max(steps))}" if steps else "no step yet"
         if not self.parent:
@@ -75,7 +78,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One run against the first: the curves (`same_curve`), and the pair as `compare` sees it."""
+    """One run against the first: curves (`same_curve`) and paired comparison (`compare`)."""
 
     run: Member
     reference: Member
@@ -84,7 +87,7 @@ class Judged:
 
     @property
     def cannot_tell(self) -> bool:
-        """Whether the reference could not have shown a difference, and none was seen."""
+        """True if no difference was seen and the reference could not have shown one."""
         return bool(self.curve.why) or self.pair.finding == "insensitive"
 
     @property
@@ -96,7 +99,13 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """members: all of them; controls: pairs that differ in the order of summation alone; judged: the others against the first."""
+    """Result of `compare`.
+
+    members   all runs
+    controls  pairs that differ in the order of summation alone
+    judged    the other runs against the first
+    notes     sentences on missing parents, skipped batches, and a missing control
+    """
 
     members: list[Member]
     controls: list[tuple[Member, Member]]
@@ -114,30 +123,39 @@ class Compared:
 
 
 def read(folder: Path) -> Member:
-    """A run folder. ConfigError if it is none."""
+    """Read a run folder. Raises ConfigError if it is not a run folder."""
     if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
-        raise ConfigError(f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.")
+        raise ConfigError(
+            f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.", code="compare.no-run"
+        )
     return Member(folder=folder, run=read_run(folder / "run.json"), events=read_metrics(folder / "metrics.jsonl"))
 
 
 def compare(folders: Sequence[Path | str]) -> Compared:
-    """Runs and branches beside each other; the first is what the others are compared with.
+    """Compare runs and branches with the first one.
 
-    Raises ConfigError for fewer than two, for a folder named twice, and for runs that saw other data.
+    Raises ConfigError for fewer than two folders, for a folder named twice, and for runs on other
+    data.
     """
     paths = [Path(each) for each in folders]
+    # Resolved, so that a symbolic link and its target count as one run.
     if len({each.resolve() for each in paths}) < max(2, len(paths)):
-        raise ConfigError("compare: name two runs or more, each once; the first is what the others are compared with.")
+        raise ConfigError(
+            "compare: name two runs or more, each once; the first is what the others are compared with.",
+            code="compare.one-run",
+        )
     members = [read(each) for each in paths]
     first, *others = members
     for other in others:
         if problem := _apart(first, other):
             raise ConfigError(
-                f"compare: {other.name} {problem} {first.name}. Only runs on the same batches can be compared."
+                f"compare: {other.name} {problem} {first.name}. Only runs on the same batches can be compared.",
+                code="compare.other-batches",
             )
     controls = [(one, other) for one, other in combinations(members, 2) if are_control(one, other)]
-    doubles = [other for one, other in controls if one in others or one is first]  # a control repeats what its run says
+    # A control repeats the verdict of its own run.
+    doubles = [other for one, other in controls if one in others or one is first]
     judged = [_judged(first, other, controls) for other in others if other not in doubles]
     notes = [note for member in members if (note := gone(member))]
     notes += [note for each in judged if (note := _other_batches(each.run, each.reference))]
@@ -150,7 +168,7 @@ def compare(folders: Sequence[Path | str]) -> Compared:
 
 
 def are_control(one: Member, other: Member) -> bool:
-    """Whether two runs from one state differ in the order of summation alone."""
+    """True if two runs from one state differ in the order of summation alone."""
     first, second = (each.parent.get("changes", {}) for each in (one, other))
     if one.parent and other.parent:
         from_one_state = one.parent.get("fingerprint") == other.parent.get("fingerprint")
@@ -163,15 +181,16 @@ def are_control(one: Member, other: Member) -> bool:
 
 
 def is_parent(one: Member, other: Member) -> bool:
-    """Whether `other` is a branch of `one`."""
+    """True if `other` is a branch of `one`."""
     if not other.parent or one.run.get("started_at") != other.parent.get("started_at"):
         return False
     expected = (other.folder / str(other.parent.get("run", ""))).resolve()
+    # The folders may have been moved since: then the start time and the folder's name must agree.
     return expected == one.folder.resolve() or Path(str(other.parent["from"]).partition("@")[0]).name == one.folder.name
 
 
 def parent_of(member: Member) -> Path | None:
-    """The folder of a branch's parent, if it is where the branch expects it."""
+    """Folder of a branch's parent, if it is at the recorded path and is the same run."""
     expected = member.folder / str(member.parent.get("run", ""))
     if not member.parent or not (expected / "run.json").is_file():
         return None
@@ -179,7 +198,7 @@ def parent_of(member: Member) -> Path | None:
 
 
 def gone(member: Member) -> str:
-    """A sentence on a parent that is not where a branch expects it; ''."""
+    """Sentence on a parent that is missing from its recorded path, or ''."""
     if not member.parent or parent_of(member) is not None:
         return ""
     return (
@@ -189,7 +208,8 @@ def gone(member: Member) -> str:
 
 
 def _apart(one: Member, other: Member) -> str:
-    """Why two runs cannot be compared, a clause; ''."""
+    """Clause on the reason why two runs cannot be compared, or ''."""
+    # The hash of the contents decides if both runs have one, else the source.
     for key in ("content_hash", "source"):
         ours, theirs = ((each.run.get("data") or {}).get(key) for each in (one, other))
         if ours and theirs and ours != theirs:
@@ -208,11 +228,15 @@ def _apart(one: Member, other: Member) -> str:
 
 
 def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Member]]) -> Judged:
-    """The first is the run that is looked into, the other its reference: the sign says what its own numbers cost."""
+    """Judge the first run against another, which is the reference.
+
+    The sign of the difference is then the cost of the first run's own number format.
+    """
     steps = _same_batches(first, other)
     on_steps = [
         tuple([each.losses[step] for step in steps if step in each.losses] for each in pair)
         for pair in controls
+        # A control counts only on the steps that are compared: its divergence grows with the steps.
         if set(steps) <= {*_same_batches(*pair)}
     ]
     assay_at = partial(assay_of, other)
@@ -230,7 +254,10 @@ def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Membe
 
 
 def assay_of(reference: Member, margin: float, name: str = "") -> Assay:
-    """Whether a run could have shown a difference to others. margin: nats; name: for sentences, '' for its folder's."""
+    """Assay sensitivity of a reference: could it have shown a difference of `margin` nats?
+
+    name  name in sentences; '' for the folder's name
+    """
     evaluated = [loss for _, loss in pairs.evaluations(reference.events)]
     return assess_curve(
         name or reference.name,
@@ -242,7 +269,11 @@ def assay_of(reference: Member, margin: float, name: str = "") -> Assay:
 
 
 def whole_curve(member: Member) -> list[float]:
-    """Losses from the first step on: of a branch those of its parents before it, as far as their folders are there."""
+    """Losses from the first step on.
+
+    A branch's losses are preceded by its parents' losses, as far as their folders exist.
+    """
+    # `seen` ends the loop if damaged folders name each other as parents.
     own, seen, found = member, {member.folder.resolve()}, dict(member.losses)
     while (folder := parent_of(own)) is not None and folder.resolve() not in seen:
         begun, own = own.parent["step"], read(folder)
@@ -252,14 +283,14 @@ def whole_curve(member: Member) -> list[float]:
 
 
 def _same_batches(one: Member, other: Member) -> list[int]:
-    """The steps that both took, before the first on different batches."""
+    """Common steps of two runs before the first one on different batches."""
     common = sorted(one.losses.keys() & other.losses.keys())
     others = {*left_out.other_steps(common, one.left_out, other.left_out)}
     return [step for step in common if step not in others]
 
 
 def _other_batches(one: Member, other: Member) -> str:
-    """A sentence on the steps at which two runs learnt from different batches; ''."""
+    """Sentence on the steps at which two runs trained on different batches, or ''."""
     common = sorted(one.losses.keys() & other.losses.keys())
     others = left_out.other_steps(common, one.left_out, other.left_out)
     if not others:
@@ -272,7 +303,7 @@ def _other_batches(one: Member, other: Member) -> str:
 
 
 def _change(one: Member, other: Member) -> str:
-    """What differs between two runs, for the sentence."""
+    """Difference between two runs in words, for the verdict's sentence."""
     if one.recipe != other.recipe or one.run.get("precision") != other.run.get("precision"):
         return "the number format"
     return "what differs between them"

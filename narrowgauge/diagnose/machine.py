@@ -1,4 +1,4 @@
-"""What this machine computes natively, what it emulates, and why: the text of `narrowgauge info`."""
+"""Text of `narrowgauge info`: GEMMs that this machine computes natively or emulates, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from narrowgauge.recipe import Gemm, Recipe
 
 
 def info() -> str:
-    """The machine; for each device and recipe, which products run natively, which are emulated, and why."""
+    """Describe the machine: for each device and recipe, native and emulated GEMMs with reasons."""
     lines = [f"narrowgauge {__version__}, torch {torch.__version__}, Python {platform.python_version()}", ""]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     width = max(map(len, recipes.names()))
@@ -33,7 +33,7 @@ def info() -> str:
 
 
 def processor_name() -> str:
-    """The CPU's name as the kernel gives it, e.g. "AMD EPYC"."""
+    """Name of the CPU as the kernel reports it, e.g. "AMD EPYC"."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -44,13 +44,16 @@ def processor_name() -> str:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that torch.compile uses on the CPU: $CXX, or g++ (clang++ on a Mac); None if it is not installed."""
+    """C++ compiler that torch.compile uses on the CPU: $CXX, or g++ (clang++ on a Mac).
+
+    None if absent.
+    """
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return name if shutil.which(name) else None
 
 
 def c_compiler() -> str | None:
-    """The C compiler that Triton uses for its launchers: $CC, gcc or clang; None if there is none."""
+    """C compiler that Triton uses for its launchers: $CC, gcc or clang; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     return next((name for name in names if shutil.which(name)), None)
 
@@ -67,13 +70,17 @@ def _headline(device: torch.device) -> str:
 
 
 def threads_words() -> str:
-    """ "1 thread" or "2 threads", of this process."""
+    """ "1 thread" or "2 threads", for this process."""
     count = torch.get_num_threads()
     return f"{count} thread" + ("s" if count != 1 else "")
 
 
 def _selfcheck_summary(device: torch.device) -> list[str]:
-    """The results of the kernels' self-checks on this device so far: planning the products above has run those of matrix products."""
+    """Results of the kernels' self-checks on this device so far.
+
+    Planning the GEMMs for the lines above has already run the checks of the matrix kernels.
+    """
+    # The last part of a key is the index of the device; None on the CPU.
     own = {key: result for key, result in RESULTS.items() if key[-1] == device.index}
     found = [*own.values()]
     if not found:
@@ -93,6 +100,8 @@ def _verdict(recipe: Recipe, device: torch.device) -> str:
     parts: dict[str, list[str]] = {}
     for name, gemm in recipe.gemms().items():
         how = plan(gemm, device)
+        # bf16 GEMMs without fast bf16 units run in float32 on rounded operands, which are the same
+        # numbers.
         if gemm == Gemm() and how.expand == torch.float32:
             words = "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
         elif gemm == Gemm() or how.expand is None:

@@ -1,8 +1,9 @@
-"""Reads and writes the records of a run folder: `run.json` and `metrics.jsonl` (docs/architecture.md).
+"""Read and write the records of a run: `run.json` and `metrics.jsonl` (docs/architecture.md).
 
-Both are strict JSON, which has no NaN or infinity: `encode` writes the strings "NaN", "Infinity" and "-Infinity", and `decode`
-turns them back into floats, except under the keys in TEXT_KEYS. What is read is checked key by key against EVENTS and RUN; keys that
-they do not name may hold anything, since a newer narrowgauge may write more.
+Both are strict JSON, which has no NaN or infinity: `encode` writes the strings "NaN", "Infinity"
+and "-Infinity", and `decode` turns them back into floats, except under the keys in TEXT_KEYS.
+Values are validated key by key against EVENTS and RUN. Other keys may have any value, since a newer
+narrowgauge may write more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# A text "NaN" under these keys stays text.
 TEXT_KEYS = {
     "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
     "words", "advice", "sentence", "verdict", "then", "why", "direction", "run", "from", "fingerprint", "changes", "carried", "cause",
@@ -30,21 +32,23 @@ SECONDS = number(0)
 SHARE = number(0, 1, finite=False)
 LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
 NOTHING = one_of(None)
-SIZES = either(COUNT, NOTHING, listed(anything))  # of models: unknown in some, one for each layer in others
-JUDGEMENTS = ("guard", "blame", "spike")  # of steps that others took the place of: they were made on those
+# Sizes of models: unknown for some, one per layer for others.
+SIZES = either(COUNT, NOTHING, listed(anything))
+JUDGEMENTS = ("guard", "blame", "spike")  # events on steps that a rewind replaced; they stay valid
 HISTOGRAM = record({"lowest_exponent": number(-2000, 2000, whole=True), "counts": listed(COUNT)})
 
 STEP = {
     "grad_norm": SIZE, "lr": SECONDS, "tokens": COUNT, "tokens_per_s": SIZE, "elapsed_s": SECONDS, "peak_bytes": COUNT,
     "compiled_graphs": COUNT, "epoch": SECONDS, "examples": COUNT, "inputs": COUNT, "positions": COUNT,
 }  # fmt: skip
+# Scores may exceed their range by rounding, hence 1.000001 and 100.0001.
 EVAL = {
     "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
     **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)),
     **dict.fromkeys(("pearson", "spearman"), number(-1.000001, 1.000001, finite=False)),
 }  # fmt: skip
-EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with every product of a Linear in 16 bits
+EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with all GEMMs of Linears in 16 bits
 TENSOR = {
     "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
@@ -84,7 +88,8 @@ SPIKE = {
     "examples": listed(COUNT),
 }  # fmt: skip
 
-_FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what it must have, what else it may have
+# Event -> (required keys, optional keys).
+_FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {
     "step": ({"loss": LOSS}, STEP),
     "eval": ({"loss": LOSS}, EVAL),
     "tensor": ({"module": text, "role": text}, TENSOR),
@@ -105,7 +110,8 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what 
     "resume": ({}, {"path": text, "skipped": listed(text), "left_out": listed(COUNT)}),
     "branch": ({"run": text, "from": text}, PARENT),
     "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
-    "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),  # of a study's folder
+    # Written into the folder of a study.
+    "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),
 }
 EVENTS = {
     kind: record({"event": text, "step": COUNT, **required}, allowed) for kind, (required, allowed) in _FORMS.items()
@@ -149,7 +155,7 @@ RECORD = reading.Kind(
 
 
 def encode(entry: Mapping[str, Any], indent: int | None = None) -> str:
-    """Strict ASCII JSON of a record, on one line unless indented."""
+    """Encode a record as strict ASCII JSON, on one line unless indented."""
     return json.dumps(_named(entry), allow_nan=False, indent=indent)
 
 
@@ -164,7 +170,10 @@ def _named(value: Any) -> Any:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """The record that `encode` wrote. Raises ValueError if it is not strict JSON, TypeError if it is not an object."""
+    """Decode a record written by `encode`.
+
+    Raises ValueError if the line is not strict JSON, TypeError if it is not an object.
+    """
 
     entry = reading.strict_json(line)
     if not isinstance(entry, dict):
@@ -173,7 +182,7 @@ def decode(line: str | bytes) -> dict[str, Any]:
 
 
 def numbers(value: Any) -> Any:
-    """A value of strict JSON with the floats that `encode` named."""
+    """A value of strict JSON, with the strings that `encode` wrote turned back into floats."""
     if isinstance(value, str):
         return NOT_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -183,20 +192,22 @@ def numbers(value: Any) -> Any:
     return value
 
 
-NAMES = {
-    "spike": ("left_out",)
-}  # what tells events of a kind and step apart: once a batch is left out, the next may spike at its step
+# Keys that identify an event. After a skip, the next batch may spike at the same step.
+NAMES = {"spike": ("left_out",)}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
+    """Events of a run in order of time, as if never interrupted; [] if there is no file.
 
-    A `resume` from step k, or a `rewind` to it, removes earlier events of later steps, but for spikes whose batch stays left out. Of events
-    that agree in (event, step, module, role, switch), or of spikes in what they left out, the last one counts. Skips a last line that a
-    crash cut short. Raises ConfigError if any other line is not an event.
+    A `resume` from step k, or a `rewind` to it, removes earlier events of later steps, except
+    spikes whose batch stays skipped. Of several events that agree in (event, step, module, role,
+    switch), the last one counts; spikes are identified by the batches that they skipped. A last
+    line that a crash cut short is ignored. Raises ConfigError if any other line is not an event.
     """
-    if path == Path(os.devnull) or not os.path.lexists(path):  # the log of who only reads a run, and writes nothing
+    # os.devnull: the log of a process that only reads a run.
+    if path == Path(os.devnull) or not os.path.lexists(path):
         return []
+    # The piece after the last newline is empty, or an event that a crash cut short.
     lines = reading.bytes_of(path, METRICS).split(b"\n")[:-1]
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     reached = 0
@@ -212,7 +223,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if kind == "step" and step <= reached:
                 raise ValueError(f"step = {step} comes after step {reached}, but only a resumption goes back")
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
+            raise ConfigError(
+                f"{path}:{place}: is not an event of a run: {error}. Remove the line.", code="run.event"
+            ) from None
         if kind in ("resume", "rewind"):
             events = {key: each for key, each in events.items() if each["step"] <= step or _stays(each, event)}
             reached = step - 1
@@ -222,14 +235,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             kind,
             step,
             *(str(event.get(name)) for name in NAMES.get(kind, ("module", "role", "switch"))),
-        )  # one may be a list
-        events.pop(key, None)  # so that the last of its kind also stands last
+        )  # str(): a value may be a list, which is not hashable
+        # A dict keeps the position of a key's first insertion; popping moves the event to the end.
+        events.pop(key, None)
         events[key] = event
     return list(events.values())
 
 
 def _stays(earlier: Mapping[str, Any], back: Mapping[str, Any]) -> bool:
-    """Whether an event of a later step holds after `back`, a rewind or a resume: a judgement, unless the run comes to it once more."""
+    """True if an event of a later step stays valid after `back`, a rewind or a resume.
+
+    After a rewind judgements stay. After a resume spikes stay whose batches remain skipped.
+    """
     if back["event"] == "rewind":
         return earlier["event"] in JUDGEMENTS
     left_out = earlier.get("left_out", []) if earlier["event"] == "spike" else []
@@ -237,7 +254,7 @@ def _stays(earlier: Mapping[str, Any], back: Mapping[str, Any]) -> bool:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The contents of a run.json. Raises ConfigError if it is missing or damaged."""
+    """Contents of a run.json. Raises ConfigError if it is missing or damaged."""
     data = reading.bytes_of(path, RECORD)
     try:
         run = decode(data)

@@ -1,15 +1,18 @@
-"""Whether two continuations from one state have the same curve, judged by a control: is the number format the cause?
+"""Decide whether two continuations from one state have the same curve, judged by a control.
 
-    difference    mean of run - reference, over the second half of the steps that both took
-    control       BF16 against itself in another order of summation: how far rounding alone drives two continuations apart. Its second half
-                  is cut into BLOCKS; the largest mean of a block counts
+    difference    mean of run - reference, over the second half of their common steps
+    control       BF16 against itself in another summation order: how far rounding alone drives two
+                  continuations apart. Its second half is cut into BLOCKS; the largest block mean
+                  counts
     same          |difference| <= CONTROLS * control
-    small         more than control, and within the margin: a share of the reference's loss, or so many nats
-    differs       more than both
-    unknown       too few steps, no control, or a reference that could not have shown a difference (`sensitivity`)
+    small         above control, and within the margin: a share of the reference's loss, or a number
+                  of nats
+    differs       above both
+    unknown       too few steps, no control, or a reference that could not have shown a difference
+                  (`sensitivity`)
 
-One number for a stretch: neighbouring steps depend on each other, so they are no samples. With one control the verdict says what this pair
-of curves shows, not what holds over seeds (`seeds`) or checks (`guard.evidence`).
+A verdict rests on one control, so it describes this pair of curves. It does not extend to other
+seeds (`seeds`) or to repeated checks (`guard.evidence`).
 """
 
 from __future__ import annotations
@@ -25,22 +28,33 @@ from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN
 from narrowgauge.diagnose.sensitivity import Assay
 
 BLOCKS = 4
-CONTROLS = 2.0  # times the largest control: two continuations that differ in rounding alone are as far from a third as from each other
-FEWEST = 2 * BLOCKS  # steps in the second half
+# Times the largest control: two continuations that differ in rounding alone are about as far from a
+# third as from each other.
+CONTROLS = 2.0
+FEWEST = 2 * BLOCKS  # least number of steps in the second half
 SAME, SMALL, DIFFERS, UNKNOWN = "same", "small", "differs", "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SameCurve:
-    """The verdict with its numbers; nats. steps: of the second half. A loss that is not finite makes its mean infinite."""
+    """Verdict with its numbers in nats.
+
+    name        SAME, SMALL, DIFFERS or UNKNOWN
+    difference  mean difference; infinite if only one of the losses stopped being finite
+    loss        mean loss of the reference
+    control     largest block mean of the controls; None without a control
+    margin      difference that counts as small
+    steps       number of steps in the second half
+    why         reason why the reference could not have shown a difference; '' if it could
+    """
 
     name: str
     difference: float
-    loss: float  # of the reference
+    loss: float
     control: float | None
     margin: float
     steps: int
-    why: str = ""  # it is unknown: the reference could not have shown a difference
+    why: str = ""
 
     def event(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -48,13 +62,13 @@ class SameCurve:
 
     @property
     def numbers(self) -> str:
-        """In words: "+0.0003 nats over the last 50 steps; control 0.0002"."""
+        """Numbers in words: "+0.0003 nats over the last 50 steps; control 0.0002"."""
         places = decimals(self.difference)
         control = "no control" if self.control is None else f"control {self.control:.{decimals(self.control)}f}"
         return f"{signed(self.difference, places)} nats over the last {plural(self.steps, 'step')}; {control}"
 
     def sentence(self, change: str = "the number format") -> str:
-        """change: what differs between the two, which is or is not the cause."""
+        """Verdict as a sentence. change: difference between the runs, which may be the cause."""
         if self.why:
             return f"Unknown: {self.why[0].lower()}{self.why[1:]}"
         if not self.steps:
@@ -90,14 +104,19 @@ def judge(
     least_margin: float = LEAST_MARGIN,
     assay_at: Callable[[float], Assay] | None = None,
 ) -> SameCurve:
-    """Losses of the same steps, in order; controls: pairs of losses of the same steps. A curve may end early, where its loss was lost.
+    """Judge the losses of two continuations at the same steps, in order.
 
-    assay_at  whether the reference could have shown a difference, by a margin in nats (`sensitivity`). None does not ask: of a stretch
-              that is searched for a cause, which no claim about recipes follows from
+    controls  pairs of losses of the same steps. A curve may end early, where its loss was not
+              finite
+    assay_at  assay_at(margin in nats) -> assay sensitivity of the reference (`sensitivity`). None
+              skips this test, for steps that are searched for a cause and support no claim about
+              recipes
     """
     shortest = min(len(run), len(reference))
     lost = [_is_lost(each) for each in (run, reference)]
     if any(lost):
+        # Lost means not finite: a loss that only the run lost counts as +inf, one that only the
+        # reference lost as -inf.
         loss = math.inf if lost[1] else statistics.fmean(reference[len(reference) // 2 :])
         gap = 0.0 if all(lost) else math.inf if lost[0] else -math.inf
         name = SAME if all(lost) else DIFFERS
@@ -106,6 +125,8 @@ def judge(
     count = shortest - shortest // 2
     if not shortest:
         return SameCurve(name=UNKNOWN, difference=math.nan, loss=math.nan, control=None, margin=math.nan, steps=0)
+    # One number for all steps: neighbouring steps are correlated, so they are not independent
+    # samples.
     difference = statistics.fmean(a - b for a, b in zip(run[half], reference[half], strict=True))
     loss = statistics.fmean(reference[half])
     allowed = max(margin * abs(loss), least_margin)
@@ -113,10 +134,12 @@ def judge(
     if assay is not None and assay.is_sensitive:
         allowed = assay.margin
     found = [size for pair in controls if (size := control_of(*pair)) is not None]
+    # The largest of several controls, so that a verdict errs towards "same".
     control = max(found, default=None)
     name = UNKNOWN
     if count >= FEWEST and control is not None:
         name = SAME if abs(difference) <= CONTROLS * control else SMALL if abs(difference) <= allowed else DIFFERS
+    # Bit-identical curves need no control.
     if not any(a != b for a, b in zip(run, reference, strict=False)):
         name, control = SAME, control or 0.0
     why = "" if assay is None or name == DIFFERS else assay.sentence
@@ -125,7 +148,10 @@ def judge(
 
 
 def control_of(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """The largest mean difference of a block of the second half; None if there are too few steps, or a loss was lost."""
+    """Largest mean difference of a block in the second half.
+
+    None if there are too few steps or a loss is not finite.
+    """
     shortest = min(len(one), len(other))
     first = shortest // 2
     length = (shortest - first) // BLOCKS

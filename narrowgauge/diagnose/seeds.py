@@ -1,26 +1,34 @@
-"""Verdict over seeds: does a recipe end where its reference ends, by how much not, and how sure is that?
+"""Verdicts over seeds: does a recipe reach its reference's final metric, and how sure is that?
 
-A seed decides weights, order of the data and stochastic rounding, so a recipe and the reference of one seed are twins: they start equal
-and see the same batches, unless a run left some out at a loss spike, which the verdict names (`Runs.left_out`). What is judged is the
-mean of their differences, d = recipe - reference, one number a seed; its sign is turned where a higher value is better, so that "harm" is
-above zero. Tests and intervals: `paired_tests`. With a margin, chosen before the runs:
+A seed determines weights, order of the data and stochastic rounding. A recipe and the reference of
+one seed are a pair: they start equal and see the same batches, unless a run skipped batches at a
+loss spike (`Runs.left_out`), which the verdict then names. The verdict judges the mean of the
+differences d = recipe - reference, one number per seed. "Harm" is d with the sign chosen so that
+harm > 0 is worse. Tests and intervals: `paired_tests`. With a margin, chosen before the runs:
 
     worse             shown (one-sided, 5 %): harm above the margin
     better            shown (one-sided, 5 %): harm below minus the margin
-    equivalent        shown (two one-sided tests, 5 % each): harm between minus the margin and the margin
-    not worse         shown (one-sided, 5 %): harm below the margin; whether it is better by more than that is open
-    identical         every pair has the same value
-    diverged          a run of the recipe ended with numbers that are not finite, and the reference's of that seed did not
-    unknown           none of these: too few seeds for this spread. `needed` says how many, by the power of the test of equivalence
+    equivalent        shown (two one-sided tests, 5 % each): harm between minus the margin and the
+                      margin
+    not worse         shown (one-sided, 5 %): harm below the margin; better by more than that stays
+                      open
+    identical         every pair has equal values
+    diverged          a run of the recipe became non-finite, and the reference's of that seed did
+                      not
+    unknown           none of these: too few seeds for this standard deviation. `needed` estimates
+                      how many are enough, from the power of the equivalence test
 
-All but worse and diverged also need a reference that could have shown a difference (assay sensitivity, `sensitivity`): one that
-learnt, beats the trivial predictor and is told from a positive control. Else the verdict is unknown, and the margin is never more
-than a share of what the reference learnt. Reports group these names into four (`OUTCOMES`): worse, better, equivalent, unknown.
+All verdicts except worse and diverged need a reference that could have shown a difference (assay
+sensitivity, `sensitivity`): it learnt, beats the trivial predictor, and differs from a positive
+control. Otherwise the verdict is unknown. The margin is also limited to a share of the reference's
+progress. Reports group the names into four (`OUTCOMES`): worse, better, equivalent, unknown.
 
-Beside it the reference's own interval: where one more seed of the reference would fall (a 95 % prediction interval), which is how scores of
-downstream tasks are judged in practice. A mean inside it is no proof of equivalence: with few seeds that interval is wide.
+Beside the verdict stands the reference's own interval: where one more seed of the reference would
+fall (a 95 % prediction interval), which is how scores of downstream tasks are judged in practice. A
+mean inside it does not prove equivalence, since that interval is wide for few seeds.
 
-Every verdict has its own 5 %. Of several recipes against one reference, `with_holm` says which verdicts hold for all of them together.
+Each verdict has its own error rate of 5 %. For several recipes against one reference, `with_holm`
+marks the verdicts that hold for all recipes together.
 """
 
 from __future__ import annotations
@@ -58,43 +66,56 @@ from narrowgauge.errors import ConfigError
 
 WORSE, BETTER, EQUIVALENT, NOT_WORSE = "worse", "better", "equivalent", "not worse"
 IDENTICAL, DIVERGED, UNKNOWN = "identical", "diverged", "unknown"
-OUTCOMES = {  # the four words of every verdict; "not worse" leaves open whether it is better or equivalent
+OUTCOMES = {  # "not worse" leaves better and equivalent open
     WORSE: WORSE, DIVERGED: WORSE, BETTER: BETTER, EQUIVALENT: EQUIVALENT, IDENTICAL: EQUIVALENT, NOT_WORSE: UNKNOWN,
     UNKNOWN: UNKNOWN,
 }  # fmt: skip
 PERCENTS = ("bleu", "chrf")  # scores up to 100; other scores reach 1
 LOWER_IS_BETTER = ("loss", "perplexity")
-NOT_FINITE = "not finite"  # how a run ended; the other ways say nothing of a recipe's numbers
+# The only reason for a failed run that says something about a recipe's arithmetic.
+NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True)
 class Margin:
-    """The largest difference that does not matter: in units of the metric, or as a share of the reference's mean."""
+    """Largest difference that does not matter.
+
+    value     in units of the metric, or a share of the reference's mean
+    is_share  True if `value` is a share
+    """
 
     value: float
     is_share: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Margin:
-        """'0.25%' or '0.003'. ConfigError for what is not a number above zero."""
+        """Parse '0.25%' or '0.003'. Raises ConfigError unless the number is above zero."""
+        # A limited number of digits and no exponent: inf, nan and overflow cannot be written.
         match = re.fullmatch(r"\s*(\d{0,9}\.?\d{0,12})\s*(%?)\s*", text)
         try:
             value = float(match[1]) if match else math.nan
         except ValueError:
             value = math.nan
         if not match or not value > 0 or (match[2] and value >= 100):
-            raise ConfigError(f"margin = {text!r}: is no margin. Write a share as '0.25%', or a difference as '0.003'.")
+            raise ConfigError(
+                f"margin = {text!r}: is no margin. Write a share as '0.25%', or a difference as '0.003'.",
+                code="study.margin",
+            )
         return cls(value / 100, True) if match[2] else cls(value)
 
     @classmethod
     def usual(cls, metric: str) -> Margin:
-        """0.25 % of a loss or perplexity; 0.01 of a score, which is between -1 and 1, or half a point of one up to 100 (BLEU)."""
+        """Default margin of a metric.
+
+        0.25 % of a loss or perplexity; 0.01 of a score from -1 to 1; half a point of a score up to
+        100 (BLEU).
+        """
         if metric in LOWER_IS_BETTER:
             return cls(0.0025, True)
         return cls(0.5 if metric in ("bleu", "chrf") else 0.01)
 
     def of(self, reference_mean: float) -> float:
-        """In units of the metric."""
+        """The margin in units of the metric."""
         return self.value * abs(reference_mean) if self.is_share else self.value
 
     def __str__(self) -> str:
@@ -103,14 +124,15 @@ class Margin:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """What the runs of one recipe came to.
+    """Results of the runs of one recipe.
 
-    values   seed -> the metric of its last evaluation, of finished runs
-    failed   seed -> how it ended: NOT_FINITE, "out of memory", ...
-    left_out seed -> the batches that it left out at loss spikes
-    curves   seed -> training losses of its steps, in order
-    trivial  of the evaluated targets: {"predictor": its name, metric: its value}, as run.json has it; {}: not known
-    targets  of an evaluation, the fewest of all runs; None: not known
+    values    seed -> the metric at the last evaluation, for finished runs
+    failed    seed -> reason why it failed: NOT_FINITE, "out of memory", ...
+    left_out  seed -> batches skipped at loss spikes
+    curves    seed -> training losses of its steps, in order
+    trivial   trivial predictor of the evaluated targets, from run.json: {"predictor": its name,
+              metric: its value}; {}: not known
+    targets   targets of one evaluation, the smallest number among the runs; None: not known
     """
 
     name: str
@@ -127,13 +149,13 @@ class Runs:
 
     @property
     def diverged(self) -> set[int]:
-        """Seeds whose numbers were not finite, at the end or on the way."""
+        """Seeds whose losses became non-finite, during training or at the end."""
         return {seed for seed, why in self.failed.items() if why == NOT_FINITE} | (set(self.values) - set(self.finite))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnInterval:
-    """Where one more seed of these runs would fall, at 95 %."""
+    """95 % prediction interval for one more seed of these runs."""
 
     name: str
     values: tuple[float, ...]
@@ -147,32 +169,43 @@ class OwnInterval:
         return half_width_of_next(self.values)
 
     def holds(self, value: float) -> bool | None:
-        """None if there is no interval."""
+        """True if `value` lies inside; None if there is no interval."""
         half = self.half_width
         return None if half is None else abs(value - self.mean) <= half
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A recipe against its reference, over seeds. Numbers in the metric's units; None where there are too few pairs."""
+    """A recipe against its reference, over seeds.
+
+    seeds           seeds of the pairs
+    differences     recipe minus reference, in units of the metric
+    limit           margin in units of the metric: `assay.margin`, or the requested one if the assay
+                    is not sensitive
+    p_worse ...     p-values of the tests in the module docstring
+    holds_together  True if the verdict holds with Holm's correction over all recipes; None: one
+                    recipe, or nothing shown
+
+    Properties are None where there are too few pairs.
+    """
 
     runs: Runs
     reference: Runs
     metric: str
     margin: Margin
-    seeds: tuple[int, ...]  # those of the pairs
-    differences: tuple[float, ...]  # recipe minus reference
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
     p_worse: float
     p_better: float
     p_not_worse: float
     p_equivalent: float
-    limit: float  # the margin in the metric's units: that of `assay`, or where the assay is not sensitive the one asked for
+    limit: float
     assay: Assay
-    holds_together: bool | None = None  # with Holm's correction over all recipes; None: one recipe, or nothing shown
+    holds_together: bool | None = None
 
     @property
     def sign(self) -> int:
-        """1 where a positive difference is harm, -1 where a higher metric is better."""
+        """1 if a positive difference is harm, -1 if a higher metric is better."""
         return sign_of(self.metric)
 
     @property
@@ -181,7 +214,7 @@ class Verdict:
 
     @property
     def half_width(self) -> float | None:
-        """Half of the 95 % t interval of the mean difference."""
+        """Half the width of the 95 % t interval of the mean difference."""
         return half_width(self.differences) if spread_of(self.differences) else None
 
     @property
@@ -191,30 +224,32 @@ class Verdict:
 
     @property
     def absolute_margin(self) -> float | None:
-        """In units of the metric; None without a pair."""
+        """Margin in units of the metric; None without a pair."""
         return self.limit if self.seeds else None
 
     @property
     def own_interval(self) -> OwnInterval | None:
-        """The reference's, over all of its seeds."""
+        """Prediction interval of the reference, over all its seeds."""
+        # All seeds of the reference, also those whose pair failed: the interval is about the
+        # reference alone.
         values = tuple(self.reference.finite.values())
         return OwnInterval(name=self.reference.name, values=values) if len(values) > 1 else None
 
     @property
     def inside(self) -> bool | None:
-        """Whether the recipe's mean lies in the reference's own interval."""
+        """True if the recipe's mean lies in the reference's own interval."""
         own, values = self.own_interval, list(self.runs.finite.values())
         return own.holds(statistics.fmean(values)) if own and values else None
 
     @property
     def inside_count(self) -> int:
-        """How many single runs do."""
+        """Number of single runs inside the reference's own interval."""
         own = self.own_interval
         return sum(bool(own and own.holds(value)) for value in self.runs.finite.values())
 
     @property
     def other_batches(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Seed -> the batches that each run of a pair left out, where they are not the same: from there on the two saw others."""
+        """Seed -> batches that each run of a pair skipped, for pairs where they differ."""
         found = {seed: (self.runs.left_out.get(seed, ()), self.reference.left_out.get(seed, ())) for seed in self.seeds}
         return {seed: both for seed, both in found.items() if both[0] != both[1]}
 
@@ -224,10 +259,11 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        """One of the verdicts at the top of this file."""
+        """Name of the verdict; the module docstring lists the names."""
         if self.lost_by_divergence:
             return DIVERGED
         shown = {WORSE: self.p_worse, BETTER: self.p_better, EQUIVALENT: self.p_equivalent, NOT_WORSE: self.p_not_worse}
+        # The order matters: "equivalent" implies "not worse", and the stronger claim is reported.
         found = next((name for name, p in shown.items() if p < ALPHA), UNKNOWN)
         if len(self.differences) > 1 and not any(self.differences):
             found = IDENTICAL
@@ -240,33 +276,39 @@ class Verdict:
 
     @property
     def cannot_tell(self) -> bool:
-        """Whether it is unknown because the runs could not have shown a difference, which more seeds do not mend."""
+        """True if the verdict is unknown because the runs could not have shown a difference.
+
+        More seeds would not change that.
+        """
         return self.name == UNKNOWN and not self.assay.is_sensitive
 
     @property
     def lacks_control(self) -> bool:
-        """Whether it says that a difference is absent, and no positive control has shown that one would be seen."""
+        """True if no difference is claimed and no positive control backs that claim."""
         return self.name in (EQUIVALENT, NOT_WORSE, IDENTICAL) and self.assay.control is None
 
     @property
     def p(self) -> float | None:
-        """Of the test that the verdict rests on."""
+        """p of the test behind the verdict; None if the verdict rests on no test."""
         shown = {WORSE: self.p_worse, BETTER: self.p_better, EQUIVALENT: self.p_equivalent, NOT_WORSE: self.p_not_worse}
         return shown.get(self.name)
 
     @property
     def needed(self) -> tuple[int | None, int | None] | None:
-        """Seeds that decide with 80 % power at the observed spread: if there is no true difference, and if it is the observed mean.
+        """Seeds for 80 % power at the observed standard deviation.
 
-        None for more than MOST; of a verdict that is known, or has no spread, there is no such pair.
+        Returns (seeds if the true mean is zero, seeds if it equals the observed mean). An entry is
+        None above MOST. The result is None for known verdicts, and without a standard deviation.
         """
         spread, margin, mean = spread_of(self.differences), self.absolute_margin, self.mean
         if not spread or not margin or mean is None or self.name != UNKNOWN or self.cannot_tell:
             return None
+        # Both numbers: counted at a true mean of zero alone, 6 seeds were named in a case that
+        # needed 151.
         return pairs_needed(spread, margin), pairs_needed(spread, margin, mean)
 
     def numbers(self) -> dict[str, object]:
-        """What stands behind the verdict, for JSON."""
+        """Numbers behind the verdict, for JSON."""
         interval, own = self.interval, self.own_interval
         return {
             "recipe": self.runs.name, "verdict": self.name, "outcome": self.outcome, "sensitivity": self.assay.facts(),
@@ -287,19 +329,23 @@ class Verdict:
 def judge(
     runs: Runs, reference: Runs, metric: str, margin: Margin | None = None, control: Runs | None = None
 ) -> Verdict:
-    """The verdict on one recipe.
+    """Judge one recipe.
 
+    margin   None: `Margin.usual`
     control  runs of the positive control; None: none was trained
-    ConfigError for a margin that is nothing, as a share of a mean of zero.
+
+    Raises ConfigError for a margin of zero, such as a share of a mean of zero.
     """
     margin = margin or Margin.usual(metric)
     ours, theirs = runs.finite, reference.finite
     seeds = tuple(sorted(ours.keys() & theirs.keys()))
     differences = tuple(ours[seed] - theirs[seed] for seed in seeds)
+    # The mean over the seeds of the pairs, so that unpaired runs do not shift the margin.
     absolute = margin.of(statistics.fmean(theirs[seed] for seed in seeds)) if seeds else 1.0
     if not absolute > 0:
         raise ConfigError(
-            f"margin = {margin}: is a share of {reference.name}'s mean {metric}, which is zero. Give a difference, as 0.01."
+            f"margin = {margin}: is a share of {reference.name}'s mean {metric}, which is zero. Give a difference, as 0.01.",
+            code="study.zero-mean",
         )
     assay = assay_of(reference, metric, absolute, control)
     limit = assay.margin if assay.is_sensitive else absolute
@@ -307,22 +353,24 @@ def judge(
     relief = [-each for each in harm]
     return Verdict(
         runs=runs, reference=reference, metric=metric, margin=margin, seeds=seeds, differences=differences,
+        # p_above tests "mean <= bound"; with the sign of harm turned it tests "harm >= limit" as
+        # well.
         p_worse=p_above(harm, limit), p_better=p_above(relief, limit), p_not_worse=p_above(relief, -limit),
         p_equivalent=p_equivalent(harm, limit), limit=limit, assay=assay,
     )  # fmt: skip
 
 
 def sign_of(metric: str) -> int:
-    """1 where a positive difference is harm, -1 where a higher metric is better."""
+    """1 if a positive difference of the metric is harm, -1 if a higher metric is better."""
     return 1 if metric in LOWER_IS_BETTER else -1
 
 
 def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -> Assay:
-    """Whether runs of the reference could have shown a difference (`sensitivity`). asked: a margin in units of the metric."""
+    """Assay sensitivity of the reference's runs. asked: requested margin in units of the metric."""
     name, sign, values = reference.name, sign_of(metric), list(reference.finite.values())
     progress = progress_of(reference.curves[seed] for seed in reference.finite if seed in reference.curves)
     mean = statistics.fmean(values) if values else None
-    # The worse end of the one-sided 95 % interval; of one seed the value itself.
+    # The worse end of the one-sided 95 % interval; for one seed the value itself.
     reached = None if mean is None else mean + sign * (half_width(values, 0.9) or 0.0)
     trivial = reference.trivial.get(metric)
     lost = ", ".join(map(str, sorted(reference.diverged)))
@@ -342,11 +390,15 @@ def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -
 def _learnt(
     metric: str, progress: Progress | None, mean: float | None, trivial: float | None, reached: float | None
 ) -> float | None:
-    """What the reference learnt, in units of the metric; None: not known, of a score without a trivial predictor."""
+    """Progress of the reference in units of the metric.
+
+    None: not known (a score without trivial predictor).
+    """
     shown = progress.shown if progress else 0.0
     if metric == "loss":
         return shown
     if metric == "perplexity":
+        # A loss that fell by `shown` divided the perplexity by exp(shown).
         return abs(mean or 0.0) * math.expm1(min(shown, LARGEST_EXPONENT))
     if trivial is None or reached is None:
         return None if shown > 0 else 0.0
@@ -354,9 +406,10 @@ def _learnt(
 
 
 def _control(control: Runs, reference: Runs, metric: str, margin: float) -> Control:
-    """What a positive control showed against the reference."""
+    """Result of the positive control against the reference."""
     pairs = sorted(control.finite.keys() & reference.finite.keys())
     harm = [sign_of(metric) * (control.finite[seed] - reference.finite[seed]) for seed in pairs]
+    # A control that diverges is detected as well, and leaves no pair for the test.
     is_worse = p_above(harm, margin) < ALPHA
     return Control(
         harm=statistics.fmean(harm) if harm else None,
@@ -368,12 +421,15 @@ def _control(control: Runs, reference: Runs, metric: str, margin: float) -> Cont
 def judge_all(
     runs: Sequence[Runs], metric: str, margin: Margin | None = None, control: Runs | None = None
 ) -> list[Verdict]:
-    """Each of `runs` but the first against the first."""
+    """Judge each of `runs` against the first one."""
     return with_holm([judge(each, runs[0], metric, margin, control) for each in runs[1:]])
 
 
 def with_holm(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Says of each verdict that rests on a test whether it holds for all recipes together: Holm over the recipes, test by test."""
+    """Set `holds_together` of each verdict that rests on a test.
+
+    Holm's correction runs over the recipes, separately for each kind of test.
+    """
     if len(verdicts) < 2:
         return list(verdicts)
     adjusted = {

@@ -1,4 +1,4 @@
-"""A verdict over seeds in sentences: the numbers, what they show, and what they do not."""
+"""Sentences on a verdict over seeds: its numbers, its claim, and its limits."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def heading(verdict: Verdict) -> str:
 
 
 def needs(verdict: Verdict, before: str) -> str:
-    """': needs 9 to 31 seeds', or '' where that cannot be said."""
+    """': needs 9 to 31 seeds', or '' if no number can be given."""
     if verdict.needed is None:
         return f"{before}more seeds" if len(verdict.differences) < 2 else ""
+    # None means more than MOST.
     low, high = sorted(each or MOST + 1 for each in verdict.needed)
     if low > MOST:
         return f"{before}more than {MOST:,} seeds"
+    # A lower number that is already reached says nothing: only the other one is given.
     if low <= len(verdict.differences) or low == high:
         return f"{before}about {high:,} seeds" if high <= MOST else f"{before}many more seeds"
     return f"{before}{low:,} to {high:,} seeds" if high <= MOST else f"{before}{low:,} seeds or many more"
@@ -53,7 +55,7 @@ def number(value: float, places: int) -> str:
 
 
 def sentences(verdict: Verdict) -> str:
-    """The verdict with its numbers and limits; `about_own_interval` goes beside it."""
+    """The verdict with its numbers and limits; `about_own_interval` is printed beside it."""
     parts = [
         *_about_failures(verdict),
         _about_difference(verdict),
@@ -96,7 +98,7 @@ def _about_difference(verdict: Verdict) -> str:
 
 
 def _about_batches(verdict: Verdict) -> str:
-    """Of pairs that share their seed and not all of their batches."""
+    """Sentence on pairs of one seed that did not see the same batches, or ''."""
     names = verdict.runs.name, verdict.reference.name
     found = [
         f"seed {seed}: {' and '.join(words(name, each) for name, each in zip(names, both, strict=True))}"
@@ -111,7 +113,7 @@ def _about_batches(verdict: Verdict) -> str:
 
 
 def _about_control(verdict: Verdict) -> str:
-    """What the positive control showed, or that there was none, where the verdict says that a difference is absent."""
+    """Sentence on the positive control, for verdicts that claim no difference; '' for others."""
     control = verdict.assay.control
     if verdict.lacks_control:
         return (
@@ -150,7 +152,7 @@ def _about_margin(verdict: Verdict) -> str:
 
 
 def _about_share(verdict: Verdict) -> str:
-    """What the margin is a share of, in brackets; ''."""
+    """Bracketed words on the share that defines the margin, or ''."""
     name, assay = verdict.reference.name, verdict.assay
     if verdict.limit < assay.asked:
         asked = number(assay.asked, decimals(assay.asked))
@@ -159,7 +161,7 @@ def _about_share(verdict: Verdict) -> str:
 
 
 def _interval_of_both_tests(verdict: Verdict) -> str:
-    """The 90 % interval, which two one-sided tests at 5 % are the same as."""
+    """The 90 % interval, which is equivalent to two one-sided tests at 5 %."""
     mean, half = verdict.mean or 0.0, half_width(verdict.differences, 0.9) or 0.0
     return f"{signed(mean - half, decimals(half))} to {signed(mean + half, decimals(half))}"
 

@@ -1,27 +1,23 @@
 """Assay sensitivity: could these runs have shown a difference, if there was one?
 
 The term is from non-inferiority trials (ICH E10, 2000, section 1.5): "no difference was seen" is
-evidence only in a study that would have seen one. Runs of three steps are equal within any margin that
-is a share of their loss, whatever their recipes do. `study`, `compare`, the guard and the report ask
-this one rule before they say equivalent. A reference is fit to be compared with if
+evidence only in a study that would have detected one. Runs of three steps are equal within any
+margin that is a share of their loss, whatever their recipes. `study`, `compare`, the guard and the
+report apply this rule before they report "equivalent". A reference passes if
 
-    progress    its loss fell, by more than the scatter of its batches explains
-    trivial     it beats the best constant predictor on the evaluated targets: token frequencies, the
-                majority class, the mean (recorded in run.json; "not known" in folders without it)
-    evaluation  the evaluation has so many targets that one of them weighs less than the margin
+    progress    its loss fell by more than the scatter of its batches explains
+    trivial     it beats the best constant predictor on the evaluated targets: token frequencies,
+                the majority class, the mean (recorded in run.json; "not known" in folders without
+                it)
+    evaluation  the evaluation has so many targets that one target weighs less than the margin
     seeds       its seeds gave different results, and none of them diverged
-    control     a run that is bad on purpose (`recipes.POSITIVE_CONTROL`, the positive control of a trial)
-                is shown to be worse by more than the margin; None where no such run was trained
+    control     a run that is bad on purpose (`recipes.POSITIVE_CONTROL`, the positive control of a
+                trial) is shown to be worse by more than the margin; skipped if no such run was
+                trained
 
-and the margin is at most SHARE of what it learnt. If one of them fails, the verdict is unknown: these
-runs have not learnt enough to tell. "Worse" needs none of them: a difference that was shown is its own
-evidence of sensitivity. Then it is judged by the margin that was asked for, not by the smaller one.
-
-SHARE: an equivalent recipe keeps 95 % of what the reference learnt. Trials accept margins that keep half
-of the effect of the reference treatment (FDA, Non-Inferiority Clinical Trials, 2016, section IV.B); a
-claim of equivalence asks ten times more. The usual margins (0.25 % of a loss, 0.01 of a score) are
-smaller in every run whose loss fell by a twentieth of where it ended, or whose score is 0.2 above the
-trivial one, so they hold there as they are.
+and the margin is at most SHARE of its progress. If a condition fails, the verdict is unknown: these
+runs have not learnt enough to tell. "Worse" needs none of the conditions, since a difference that
+was shown proves sensitivity. It is judged by the requested margin, not by the smaller one.
 """
 
 from __future__ import annotations
@@ -36,11 +32,18 @@ from typing import Any
 from narrowgauge.diagnose.band import student_quantile
 from narrowgauge.diagnose.format_text import PERCENT, count, decimals, plural, true_minus
 
-SHARE = 0.05  # of what was learnt
-ENDS = 16  # steps at either end of a curve, at most
-FEWEST_STEPS = 3  # two differences of neighbouring steps: fewer have no scatter
-LARGEST_EXPONENT = 50.0  # of a perplexity's progress: exp of more than that is no better a limit
-POSITIVE_CONTROL = "positive-control"  # the name of the recipe, for readers of run folders that do without torch
+# An equivalent recipe keeps 95 % of the reference's progress. Trials accept margins that keep half
+# of the effect of the reference treatment (FDA, Non-Inferiority Clinical Trials, 2016, section
+# IV.B); equivalence asks for ten times more here. The usual margins (0.25 % of a loss, 0.01 of a
+# score) are smaller in every run whose loss fell by a twentieth of its final value, or whose score
+# is 0.2 above the trivial one, so they stay as they are. Tried and lost: 1 %, which would narrow
+# the usual margin for an accuracy of 0.9 on two classes to 0.004.
+SHARE = 0.05
+ENDS = 16  # largest number of steps at either end of a curve
+FEWEST_STEPS = 3  # two differences of neighbouring steps; fewer have no variance
+LARGEST_EXPONENT = 50.0  # limit on the exponent of a perplexity, against overflow
+# Name of the recipe, repeated here for readers of run folders without torch.
+POSITIVE_CONTROL = "positive-control"
 FREQUENCIES = "token frequencies"
 NOT_LEARNT = "these runs have not learnt enough to tell"
 PROGRESS, TRIVIAL, EVALUATION, SEEDS, DIVERGENCE, CONTROL = (
@@ -63,11 +66,12 @@ REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training loss fell, in its own units (nats).
+    """Decrease of a training loss, in nats.
 
-    first, last  means over the first and the last steps, at most ENDS and at most a quarter of a run each
-    shown        the lower end of the one-sided 97.5 % interval of first - last, 0 at least: the scatter of
-                 batches alone gives more than zero in one of forty runs
+    first, last  means over the first and the last steps, at most ENDS and at most a quarter of a
+                 run each
+    shown        lower end of the one-sided 97.5 % interval of first - last, at least 0. The scatter
+                 of batches alone gives more than zero in one of forty runs
     """
 
     first: float
@@ -77,11 +81,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """A positive control against the reference.
+    """Result of a positive control against the reference.
 
-    harm   its mean difference, above zero where it is worse; None without a finished pair
-    seeds  pairs
-    told   whether it is shown to be worse by more than the margin, or to diverge
+    harm   mean difference, above zero if worse; None without a finished pair
+    seeds  number of pairs
+    told   True if it is shown to be worse by more than the margin, or to diverge
     """
 
     harm: float | None
@@ -91,15 +95,16 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Assay:
-    """What the rule at the top found of a reference. Values in units of the metric.
+    """Result of the rule in the module docstring for one reference. Values in units of the metric.
 
-    asked      the margin that was asked for
-    margin     the one that equivalence is judged by: at most SHARE of what was learnt
-    progress   of the training loss; None: no run has so many finite losses
-    mean       of the reference's last evaluations; None without one
-    predictor  the name of the trivial predictor, and its value; '' and None: not known
-    control    None: none was trained
-    flaws      names of what failed, with sentences; empty: fit to be compared with
+    asked      requested margin
+    margin     margin that equivalence is judged by: at most SHARE of the progress
+    progress   decrease of the training loss; None: no run has enough finite losses
+    mean       mean of the reference's last evaluations; None without one
+    predictor  name of the trivial predictor; '': not known
+    trivial    its value of the metric; None: not known
+    control    result of the positive control; None: none was trained
+    flaws      (name, sentence) of each failed condition; empty: the reference passes
     """
 
     asked: float
@@ -117,12 +122,15 @@ class Assay:
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether the margin is the share of what was learnt, and not the one that was asked for."""
+        """True if the margin is the share of the progress and not the requested one."""
         return self.margin < self.asked
 
     @property
     def sentence(self) -> str:
-        """Why nothing can be told, with the numbers and the next step; '' if it can."""
+        """Sentences on the failed conditions, with numbers and the next step.
+
+        '' if the reference passes.
+        """
         if not self.flaws:
             return ""
         remedies = list(dict.fromkeys(REMEDIES[name] for name, _ in self.flaws))
@@ -130,7 +138,7 @@ class Assay:
         return f"{NOT_LEARNT[0].upper()}{NOT_LEARNT[1:]}. {said} {'; '.join(_lowered(remedies))}."
 
     def facts(self) -> dict[str, object]:
-        """For JSON."""
+        """Values for JSON."""
         progress, control = self.progress, self.control
         return {
             "is_sensitive": self.is_sensitive,
@@ -152,48 +160,56 @@ def _lowered(remedies: list[str]) -> list[str]:
 
 
 def progress_of(curves: Iterable[Sequence[float]]) -> Progress | None:
-    """The mean progress of runs, from the training losses of their steps, in order.
+    """Mean progress of several runs, from the training losses of their steps, in order.
 
-    A run with a loss that is not finite, or with fewer than FEWEST_STEPS, says nothing. Cost: one pass.
+    Skips runs with a non-finite loss or with fewer than FEWEST_STEPS. One pass.
     """
     ends = []
     for curve in curves:
         size = max(1, min(ENDS, len(curve) // 4))
         if len(curve) >= FEWEST_STEPS and all(map(math.isfinite, curve)):
+            # Up to two steps per end give too few differences, so the variance comes from the whole
+            # curve.
             ends.append((curve[:size], curve[-size:], [curve[:size], curve[-size:]] if size > 2 else [curve]))
     return _between(ends)
 
 
 def progress_between(first: Sequence[float], last: Sequence[float]) -> Progress | None:
-    """The same from losses of the first steps of a run, and of steps now; None of fewer than FEWEST_STEPS each."""
+    """Progress between losses of the first steps of a run and recent losses.
+
+    None if either has fewer than FEWEST_STEPS.
+    """
     if min(len(first), len(last)) < FEWEST_STEPS or not all(map(math.isfinite, (*first, *last))):
         return None
     return _between([(first, last, [first, last])])
 
 
 def _between(ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]]]]) -> Progress | None:
-    """ends: of each run its first and last losses, and the pieces of its curve that the scatter of a step is taken from.
+    """Progress from the ends of curves.
 
-    That is var = mean d^2 / 2 over differences d of neighbours. A falling loss makes it larger, so it errs towards "not shown".
+    ends  (first losses, last losses, pieces of the curve for the variance of a step) of each run
     """
     if not ends:
         return None
     freedom, variance = 0, 0.0
     for first, last, pieces in ends:
         steps = [later - earlier for piece in pieces for earlier, later in pairwise(piece)]
+        # var = mean d^2 / 2 over differences d of neighbours. A falling loss makes it larger, so it
+        # errs towards "not shown".
         scatter = math.fsum(step * step for step in steps) / (2 * len(steps))
         variance += scatter * (1 / len(first) + 1 / len(last))
         freedom += len(steps)
     begun = statistics.fmean(statistics.fmean(first) for first, _, _ in ends)
     now = statistics.fmean(statistics.fmean(last) for _, last, _ in ends)
+    # Standard error of a mean over runs; each run adds the variances of its two end means.
     error = math.sqrt(variance) / len(ends)
     return Progress(first=begun, last=now, shown=max(0.0, begun - now - student_quantile(freedom) * error))
 
 
 def trivial_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The trivial predictor of a run.json: {"predictor": its name, metric: its value}; {} where it is not known.
+    """Trivial predictor of a run.json: {"predictor": its name, metric: its value}; {} if not known.
 
-    Folders from before it was recorded have the entropy of the training tokens, of running text alone.
+    Older folders have only the entropy of the training tokens, which applies to running text.
     """
     if found := run.get("trivial"):
         return dict(found)
@@ -204,12 +220,15 @@ def trivial_of(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def narrowed(margin: float, learnt: float | None) -> float:
-    """The margin, or SHARE of what was learnt where that is smaller. learnt: same units; None: not known."""
+    """The margin, or SHARE of the progress if that is smaller.
+
+    learnt  progress in the same units; None: not known
+    """
     return margin if learnt is None else min(margin, SHARE * max(learnt, 0.0))
 
 
 def flaw_of_progress(progress: Progress | None, name: str) -> str:
-    """A sentence if no progress is shown, else ''."""
+    """Sentence if no progress is shown, else ''."""
     if progress is None:
         return f"{name} logged too few training losses to show that it learnt."
     if progress.shown > 0:
@@ -223,10 +242,10 @@ def flaw_of_progress(progress: Progress | None, name: str) -> str:
 
 
 def flaw_of_trivial(predictor: str, trivial: float | None, reached: float | None, sign: int, name: str) -> str:
-    """A sentence if the reference does not beat a trivial predictor that is known, else ''.
+    """Sentence if the reference does not beat a known trivial predictor, else ''.
 
-    reached  what it reached at least: the worse end of an interval, or the value itself
-    sign     1 where less is better, -1 where more is
+    reached  worse end of the reference's interval, or its value
+    sign     1 if lower is better, -1 if higher is better
     """
     if trivial is None or reached is None or sign * (trivial - reached) > 0:
         return ""
@@ -235,9 +254,9 @@ def flaw_of_trivial(predictor: str, trivial: float | None, reached: float | None
 
 
 def flaw_of_evaluation(targets: int | None, margin: float, whole: float) -> str:
-    """A sentence if one evaluated target weighs more than the margin, else ''.
+    """Sentence if one evaluated target weighs more than the margin, else ''.
 
-    whole  what the metric is a mean of, by size: the loss, or the range of a score
+    whole  largest contribution of one target to the mean: the loss, or the range of a score
     """
     if targets is None or targets * margin >= whole:
         return ""
@@ -246,7 +265,7 @@ def flaw_of_evaluation(targets: int | None, margin: float, whole: float) -> str:
 
 
 def flaw_of_control(control: Control | None, name: str) -> str:
-    """A sentence if a positive control was trained and is not told from the reference, else ''."""
+    """Sentence if a trained positive control is not distinguished from the reference, else ''."""
     if control is None or control.told:
         return ""
     if control.harm is None:
@@ -260,17 +279,20 @@ def flaw_of_control(control: Control | None, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What is known of a reference, by metric.
+    """Known facts on a reference, for one metric.
 
-    name       for sentences
-    sign       1 where less of the metric is better, -1 where more is
-    progress   of its training loss
-    learnt     how far the metric moved, in its units; None: not known
-    reached    the metric, at the worse end of its interval over seeds; None: none was measured
-    predictor  the name of the trivial predictor, and its value of the metric; None: not known
-    targets    of one evaluation; None: not known
-    whole      what the metric is a mean of, by size
-    samples    one sentence for each further reason why its runs are no samples, by name of the flaw
+    name       name in sentences
+    sign       1 if a lower metric is better, -1 if a higher one is
+    progress   decrease of its training loss
+    learnt     progress of the metric, in its units; None: not known
+    mean       mean over seeds; None: not measured
+    reached    worse end of the metric's interval over seeds; None: not measured
+    predictor  name of the trivial predictor
+    trivial    its value of the metric; None: not known
+    targets    targets of one evaluation; None: not known
+    whole      largest contribution of one target to the metric: the loss, or the range of a score
+    samples    flaw name -> sentence, for each further reason why its runs are not independent
+               samples
     """
 
     name: str
@@ -287,7 +309,10 @@ class Reference:
 
 
 def assess(reference: Reference, asked: float, control_at: Callable[[float], Control] | None = None) -> Assay:
-    """The rule at the top of this file. control_at: what a positive control shows against a margin; None: none was trained."""
+    """Apply the rule in the module docstring.
+
+    control_at  control_at(margin) -> result of the positive control; None: none was trained
+    """
     margin = narrowed(asked, reference.learnt)
     control = None if control_at is None else control_at(margin)
     flaws = {
@@ -300,7 +325,8 @@ def assess(reference: Reference, asked: float, control_at: Callable[[float], Con
         CONTROL: flaw_of_control(control, reference.name),
     }
     if flaws[PROGRESS] or flaws[TRIVIAL]:
-        flaws[EVALUATION] = ""  # nothing was learnt: the margin is zero, and no evaluation is large enough for it
+        # Without progress the margin is zero, and no evaluation is large enough for it.
+        flaws[EVALUATION] = ""
     return Assay(
         asked=asked, margin=margin, progress=reference.progress, mean=reference.mean, predictor=reference.predictor,
         trivial=reference.trivial, control=control, flaws=tuple((kind, words) for kind, words in flaws.items() if words),
@@ -310,12 +336,12 @@ def assess(reference: Reference, asked: float, control_at: Callable[[float], Con
 def assess_curve(
     name: str, losses: Sequence[float], asked: float, trivial: Mapping[str, Any], evaluated: float | None
 ) -> Assay:
-    """Of one run that others are compared with, step by step.
+    """Assay sensitivity of one run that others are compared with, step by step.
 
-    losses     of its training from the first step on, of a branch with its parent's
-    asked      the margin, nats
-    trivial    as `trivial_of` gives it
-    evaluated  the newest validation loss; None: not known
+    losses     training losses from the first step on, including the parent's for a branch
+    asked      requested margin in nats
+    trivial    as returned by `trivial_of`
+    evaluated  newest validation loss; None: not known
     """
     progress = progress_of([losses])
     reference = Reference(

@@ -1,12 +1,15 @@
-"""Why 4-bit recipes sample rows and rotate channels: how the rows of a gradient, and the channels of an activation, differ in size.
+"""Row norms of gradients and channel peaks of activations: reasons to sample rows and to rotate.
 
-    rows      of gy [T, N]: their norms. A few large ones carry the gradient in fine-tuning and at heads, and leverage-score sampling
-              then drops most of the others with little variance; where all are alike, as in pre-training, sampling costs more than it
-              saves (arXiv 2306.11987, section 4.2).
-    channels  of x [T, K]: their largest magnitudes, before and after the block Hadamard rotation. One channel far above the others
-              sets the scale of a whole tensor; the rotation spreads it over its block (section 3.3).
+    rows      of gy [T, N]: their norms. In fine-tuning and at heads a few large rows carry the
+              gradient, and leverage score sampling drops most of the others at little variance. If
+              all norms are similar, as in pre-training, sampling costs more than it saves (arXiv
+              2306.11987, section 4.2).
+    channels  of x [T, K]: their largest magnitudes, before and after the block Hadamard rotation.
+              One channel far above the others sets the scale of a whole tensor; the rotation
+              spreads it over its block (section 3.3).
 
-In float32; values that are not finite are left out. Each costs a few passes over its tensor, and waits for the device once.
+Computed in float32; non-finite values count as zero. Each function makes a few passes over its
+tensor and synchronizes with the device once.
 """
 
 from __future__ import annotations
@@ -21,21 +24,23 @@ from narrowgauge.diagnose.statistics import Histogram, floor_log2
 from narrowgauge.ops.hadamard import draw_signs, rotate
 from narrowgauge.recipe import Hadamard
 
-BLOCK = 32  # of recipes that rotate
-OUTLIER = 8.0  # times the median channel: three of INT4's four bits are lost by all others
+BLOCK = 32  # default block of a rotation
+OUTLIER = 8.0  # times the median channel: all other channels then lose three of INT4's four bits
 
 
 class Rows(TypedDict):
-    """Of the rows that are not zero."""
+    """Statistics of the non-zero rows."""
 
-    count: int  # zero ones too
-    effective: float  # (sum n)^2 / (count of them * sum n^2): 1 where all norms n are equal, the share of rows that carries most where not
-    top: float  # share of sum n^2 in the largest tenth of the rows
-    norms: Histogram  # of n over their root mean square, in octaves
+    count: int  # includes zero rows
+    # (sum n)^2 / (number of norms * sum n^2): 1 if all norms n are equal, else the share of rows
+    # with most energy.
+    effective: float
+    top: float  # share of sum n^2 in the tenth of the rows with the largest norms
+    norms: Histogram  # n divided by the root mean square, in octaves
 
 
 class Channels(TypedDict):
-    """The largest magnitude of each channel over the median of these, as the tensor is and rotated."""
+    """Peak of each channel divided by the median peak, for the tensor itself and after rotation."""
 
     count: int
     largest: float
@@ -46,12 +51,12 @@ class Channels(TypedDict):
 
 
 def row_spread(gy: Tensor) -> Rows:
-    """gy [T, N], any float dtype."""
+    """Row statistics of gy [T, N], any float dtype."""
     wide = _finite(gy)
     largest = wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     norms = (wide / largest).square().sum(1).sqrt().double() * largest[
         :, 0
-    ].double()  # no square leaves float32's range
+    ].double()  # avoids overflow of squares in float32
     norms = norms.cpu()
     norms, count = norms[norms > 0], len(norms)
     if not len(norms):
@@ -67,12 +72,17 @@ def row_spread(gy: Tensor) -> Rows:
 
 
 def channel_spread(x: Tensor, rotation: Hadamard | None = None) -> Channels:
-    """x [T, K], any float dtype. rotation: the recipe's; None: blocks of 32. For signs drawn at every call the fixed ones stand."""
+    """Channel statistics of x [T, K], any float dtype.
+
+    rotation  the recipe's rotation; None: blocks of 32. Random signs are replaced by the fixed ones
+    """
     wide, rotation = _finite(x), rotation or Hadamard(block=BLOCK)
     known = (
         replace(rotation, signs="fixed") if rotation.signs == "random" else rotation
-    )  # no number of the run's generator is drawn
+    )  # leaves the run's generator untouched
     before = _over_median(wide.abs().amax(0).cpu())
+    # A rotation can enlarge the ratio: down_proj's input has a mean, which the first Hadamard
+    # column sums (2.5 and 4.2 became 14 and 31 in a two-layer Llama, docs/log.md).
     after = _over_median(rotate(wide, known, draw_signs(known, x.shape[1], wide.device)).abs().amax(0).cpu())
     return Channels(
         count=x.shape[1],
@@ -89,7 +99,7 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _over_median(peaks: Tensor) -> Tensor:
-    """Channels that are all zeros are left out of the median; a tensor of zeros has peaks of 1."""
+    """Peaks divided by the median of the non-zero peaks; ones for a tensor of zeros."""
     present = peaks[peaks > 0]
     return peaks / present.median() if len(present) else torch.ones_like(peaks)
 

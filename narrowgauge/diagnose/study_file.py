@@ -1,4 +1,4 @@
-"""study.json: what the runs of a study are, as `narrowgauge study` writes it and the report reads it."""
+"""study.json: the runs of a study, as `narrowgauge study` writes it and the report reads it."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ KIND = reading.Kind(
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The facts of a study. ConfigError if the file is missing or damaged."""
+    """Facts of a study. Raises ConfigError if the file is missing or damaged."""
     return dict(reading.json_of(folder / NAME, KIND))

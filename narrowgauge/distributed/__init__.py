@@ -91,6 +91,7 @@ def distributed_state(model: nn.Module) -> DistributedState:
     found: DistributedState | None = model.__dict__.get(ATTRIBUTE)
     if found is None:
         raise ConfigError(
-            f"distributed_state: this {type(model).__name__} was not distributed. Pass the module that distribute was given."
+            f"distributed_state: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",
+            code="distribute.not-distributed",
         )
     return found

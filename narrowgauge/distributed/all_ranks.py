@@ -62,7 +62,8 @@ def run_on_all_ranks(
     for other, (_, value) in enumerate(reports):
         if value != reports[0][1]:
             raise CheckpointError(
-                f"{what} is another one on rank {other} than on rank 0. Use a file system that all ranks share."
+                f"{what} is another one on rank {other} than on rank 0. Use a file system that all ranks share.",
+                code="checkpoint.unshared-files",
             )
     return result
 

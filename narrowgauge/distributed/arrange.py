@@ -87,7 +87,8 @@ def _detect(
         if layer.frozen is not None and isinstance(layer.weight, DTensor):
             raise ConfigError(
                 f"distribute: the weight of {name!r} is kept as codes (memory.freeze), which fully_shard and tensor parallelism do not "
-                "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel."
+                "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel.",
+                code="distribute.frozen-codes",
             )
     # Strings: recipes are compared by digest, and shown in the error message.
     recipes = tuple(f"{plain_name(name)}: {_describe_recipe(layer)}" for layer, name in layers.items())
@@ -140,7 +141,8 @@ def _require_same_recipes(
         raise PeerError(
             f"distribute: rank {dist.get_rank()} is in its first forward pass since the model was wrapped or converted, and "
             f"another rank has not begun its own within {FIRST_FORWARD_S:g} s: {str(error).splitlines()[0][:200]} Give every "
-            "rank a batch in every step, or call distribute after the model was wrapped."
+            "rank a batch in every step, or call distribute after the model was wrapped.",
+            code="distribute.first-forward",
         ) from error
 
 
@@ -148,7 +150,8 @@ def _require_fully_shard(topology: Topology, model: nn.Module, weights: Weights)
     if weights == "codes" and not topology.fsdp and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f'distribute: weights="codes" says how fully_shard gathers, and {type(model).__name__} was not passed to it. Call '
-            "fully_shard first, on this model, or leave weights out."
+            "fully_shard first, on this model, or leave weights out.",
+            code="distribute.codes-without-fsdp",
         )
 
 
@@ -207,14 +210,16 @@ def _agreed_seed(seed: int | None, error: str) -> int:
     own = torch.initial_seed() if seed is None else seed
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error:
-            raise ConfigError(f"distribute: {error}")
+            raise ConfigError(f"distribute: {error}", code="distribute.refused")
         return own
     reported: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reported, (error, own, seed))
     for rank, (error, _, _) in enumerate(reported):
         if error:
-            raise ConfigError(f"rank {rank}: distribute: {error}")
+            raise ConfigError(f"rank {rank}: distribute: {error}", code="distribute.refused")
     seeds = [each for _, _, each in reported]
     if len(set(seeds)) > 1:
-        raise ConfigError(f"distribute: ranks have seeds {seeds}. Pass the same on all of them.")
+        raise ConfigError(
+            f"distribute: ranks have seeds {seeds}. Pass the same on all of them.", code="distribute.seeds"
+        )
     return int(reported[0][1])

@@ -143,7 +143,8 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
     except RuntimeError as error:
         raise ConfigError(
             f"distribute: this DistributedDataParallel refuses a communication hook: {str(error).splitlines()[0]} "
-            "Register none yourself."
+            "Register none yourself.",
+            code="distribute.comm-hook",
         ) from error
     model.__dict__[HOOK] = hook
 
@@ -156,7 +157,8 @@ def _hops(gradients: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | Non
     if given != found:
         raise ConfigError(
             f"distribute: mesh {list(mesh.mesh.shape)} has the ranks {given}, but the model's group has {found}. "
-            "Give a mesh of the same ranks."
+            "Give a mesh of the same ranks.",
+            code="distribute.mesh-ranks",
         )
     return gradients.link(mesh.get_group(1)), gradients.link(mesh.get_group(0))
 

@@ -82,14 +82,17 @@ def _install(block: FSDPModule, gradients: Gradients, comm: ReduceScatter, acros
         if across is not None:
             _set(block, "set_all_reduce_hook", partial(_all_reduce_across_nodes, gradients, across))
     except ValueError as error:
-        raise ConfigError(f"distribute: {error} Shard each module over one mesh.") from error
+        raise ConfigError(
+            f"distribute: {error} Shard each module over one mesh.", code="distribute.one-mesh"
+        ) from error
 
 
 def _set(block: FSDPModule, method: str, value: Any) -> None:
     if not hasattr(block, method):
         raise ConfigError(
             f"distribute: torch {torch.__version__} has no FSDPModule.{method}, which these gradient messages need. "
-            'Install a newer torch, or use gradients="16bit" with reduce="mean".'
+            'Install a newer torch, or use gradients="16bit" with reduce="mean".',
+            code="distribute.old-torch",
         )
     getattr(block, method)(value)
     block.__dict__.setdefault(SETTERS_CALLED, []).append(method)
@@ -118,7 +121,8 @@ def _check_mesh(parameters: Parameters, mesh: DeviceMesh) -> None:
         raise ConfigError(
             f"distribute: {parameters[0][0]} lies on a mesh whose axes have the ranks {axes}; with mesh {list(mesh.mesh.shape)} it "
             f"should be sharded over the ranks of a node, {within}, and not over {across}. "
-            "Call fully_shard(module, mesh=mesh[the last axis's name]), or leave mesh out."
+            "Call fully_shard(module, mesh=mesh[the last axis's name]), or leave mesh out.",
+            code="distribute.mesh-axes",
         )
 
 
@@ -158,7 +162,8 @@ class FsdpReduceScatter(ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise ConfigError(
                 f"gradient messages: FSDP2 asks for {op} in {self.name or 'the model'}, but narrow messages are summed. "
-                "Call set_force_sum_reduction_for_comms(True) after whatever turned it off."
+                "Call set_force_sum_reduction_for_comms(True) after whatever turned it off.",
+                code="gradient-messages.reduction",
             )
         link = self.gradients.link(group)
         rows = input_tensor.view(link.size, -1)

@@ -85,7 +85,8 @@ def _tensor_infos(selected: dict[str, Tensor], dtype: torch.dtype | None) -> dic
     for name, tensor in selected.items():
         if tensor.is_meta:
             raise CheckpointError(
-                f"gather_state_dict: {name!r} is a meta tensor, without memory. Load or initialise the model first."
+                f"gather_state_dict: {name!r} is a meta tensor, without memory. Load or initialise the model first.",
+                code="distribute.meta-tensor",
             )
         earlier = first.setdefault(id(tensor), name)
         infos[name] = TensorInfo(_cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else "")

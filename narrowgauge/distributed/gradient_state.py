@@ -90,7 +90,8 @@ class Gradients:
         if present and bool(torch.stack(torch._foreach_norm(present)).any()):
             raise ConfigError(
                 'distribute: reduce="sum", and a second backward pass in one step would sum the gradients of the first once more. Put all '
-                'micro-batches of a step but the last into model.no_sync(), or empty the gradients, or take reduce="mean".'
+                'micro-batches of a step but the last into model.no_sync(), or empty the gradients, or take reduce="mean".',
+                code="gradient-messages.second-backward",
             )
 
     def describe_format(self) -> str:
@@ -117,7 +118,8 @@ class Gradients:
         """Load a `state_dict` of any number of ranks; ignored unless messages are "fp8-lm"."""
         if unknown := sorted(set(state) - {"mu"}):
             raise CheckpointError(
-                f"gradient messages: the state has {unknown}, but 'mu' is all it may have. Load what state_dict gave."
+                f"gradient messages: the state has {unknown}, but 'mu' is all it may have. Load what state_dict gave.",
+                code="gradient-messages.state",
             )
         if self.format == "fp8-lm":
             self._controller.load_state_dict(state.get("mu", {}), self.names)

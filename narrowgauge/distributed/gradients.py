@@ -61,12 +61,14 @@ def install(
     ):
         raise ConfigError(
             f"distribute: this {type(model).__name__} has a DistributedDataParallel inside. Pass that one to distribute, and compile or "
-            "wrap it afterwards."
+            "wrap it afterwards.",
+            code="distribute.inner-ddp",
         )
     if not isinstance(model, DistributedDataParallel) and not _has_shards(model):
         raise ConfigError(
             f"distribute: {type(model).__name__} is neither DistributedDataParallel nor has modules of FSDP2, so no gradients travel. "
-            "Wrap it, or call fully_shard first."
+            "Wrap it, or call fully_shard first.",
+            code="distribute.no-gradients",
         )
     shape = None if mesh is None else tuple(mesh.mesh.shape)
     # Compare before validating: an invalid argument on one rank must raise on all of them.
@@ -74,7 +76,8 @@ def install(
     _refuse_unknown(gradients, reduce)
     if mesh is not None and mesh.ndim != 2:
         raise ConfigError(
-            f"distribute: mesh has {mesh.ndim} axes; give two, (nodes, ranks of a node): init_device_mesh(device, (nodes, ranks))."
+            f"distribute: mesh has {mesh.ndim} axes; give two, (nodes, ranks of a node): init_device_mesh(device, (nodes, ranks)).",
+            code="distribute.mesh-size",
         )
     installed = Gradients(gradients, reduce)
     if isinstance(model, DistributedDataParallel):
@@ -93,7 +96,10 @@ def single_rank_gradients(gradients: GradientFormat, reduce: Reduce) -> Gradient
 def _refuse_unknown(gradients: GradientFormat, reduce: Reduce) -> None:
     for name, value, choices in (("gradients", gradients, GradientFormat), ("reduce", reduce, Reduce)):
         if value not in get_args(choices):
-            raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(choices))}.")
+            raise ConfigError(
+                f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(choices))}.",
+                code="distribute.choice",
+            )
 
 
 def _has_shards(model: nn.Module) -> bool:

@@ -108,7 +108,9 @@ class Index:
             values = {name: state_tree.decode(value) for name, value in self.values.items()}
             return state_tree.unflatten(self.paths, {**tensors, **values})
         except UNREADABLE as error:
-            raise CheckpointError(f"{folder}: its index makes no sense: {error}. Restore the checkpoint.") from error
+            raise CheckpointError(
+                f"{folder}: its index makes no sense: {error}. Restore the checkpoint.", code="checkpoint.index"
+            ) from error
 
 
 def chunk_key(name: str, offsets: Box) -> str:
@@ -132,7 +134,8 @@ def read(folder: Path, listing: Manifest) -> Index:
     except UNREADABLE as error:
         raise CheckpointError(
             f"{folder / (INDEX if listing.save else FACTS)}: has the right hash, but not the right contents: {error}. "
-            "Restore the checkpoint."
+            "Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
 
 
@@ -234,7 +237,8 @@ def check_header(path: Path, chunks: Sequence[tuple[str, StoredTensor, Chunk]]) 
             _require_chunk(path, stored, chunk, found)
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{path}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+            f"{path}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
 
 
@@ -244,7 +248,8 @@ def shard(folder: Path, file: str, listing: Manifest) -> dict[str, Tensor]:
         return safetensors.torch.load(verified(folder, file, listing))
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{folder / file}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+            f"{folder / file}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
 
 
@@ -253,7 +258,9 @@ def verified(folder: Path, file: str, listing: Manifest) -> bytes:
     try:
         return manifest.read_file(folder, file, listing)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_describe_foreign(folder / file, listing)}") from error
+        raise CheckpointError(
+            f"{error}{_describe_foreign(folder / file, listing)}", code="checkpoint.foreign"
+        ) from error
 
 
 def _describe_foreign(path: Path, listing: Manifest) -> str:
@@ -308,7 +315,8 @@ def _require_chunk(path: Path, stored: StoredTensor, chunk: Chunk, found: tuple[
     if found != (expected, chunk.sizes):
         form = "nothing" if found is None else f"{found[0]} {list(found[1])}"
         raise CheckpointError(
-            f"{path}: has {form} under {chunk.key!r}, not {expected} {list(chunk.sizes)} as the index says. Restore the checkpoint."
+            f"{path}: has {form} under {chunk.key!r}, not {expected} {list(chunk.sizes)} as the index says. Restore the checkpoint.",
+            code="checkpoint.chunk-form",
         )
 
 

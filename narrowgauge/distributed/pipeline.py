@@ -56,7 +56,10 @@ def install(stages: Sequence[Stage], states: Sequence[DistributedState], activat
     of one tied weight.
     """
     if activations not in FORMATS:
-        raise ConfigError(f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMATS))}.")
+        raise ConfigError(
+            f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMATS))}.",
+            code="pipeline.activations",
+        )
     own = [(each.stage_index, each.num_stages, activations, _weight_digests(each.submod)) for each in stages]
     gathered: list[Any] = [None] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(gathered, own, group=stages[0].group)
@@ -171,7 +174,10 @@ def _require_same_format(everywhere: list[Any]) -> None:
     forms = {index: form for index, _, form, _ in everywhere}
     if len(set(forms.values())) > 1:
         words = ", ".join(f"{form!r} of stage {index}" for index, form in forms.items())
-        raise ConfigError(f"distribute: stages have different activations: {words}. Pass the same for every stage.")
+        raise ConfigError(
+            f"distribute: stages have different activations: {words}. Pass the same for every stage.",
+            code="pipeline.activations-differ",
+        )
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,8 @@ def _refuse_tied_copies(everywhere: list[Any]) -> None:
                 raise ConfigError(
                     f"distribute: {weight.name!r} of stage {index} and {head.name!r} of stage {other} hold the same numbers: copies of a "
                     "tied weight, of which each stage would train its own. Untie them (tie_word_embeddings=False) and give the head "
-                    "numbers of its own, or put both on one rank, where their stages share the parameter (ScheduleZBVZeroBubble)."
+                    "numbers of its own, or put both on one rank, where their stages share the parameter (ScheduleZBVZeroBubble).",
+                    code="pipeline.tied-weights",
                 )
 
 

@@ -107,14 +107,16 @@ def _require_same_entries(facts: list[RankFacts]) -> None:
                 other = f"{form}, at another place" if form == first_form else form
                 raise CheckpointError(
                     f"save: {name!r} is {first_form} on rank {first} and {other} on rank {rank}. "
-                    "Give what differs between ranks names of its own."
+                    "Give what differs between ranks names of its own.",
+                    code="checkpoint.forms-differ",
                 )
     try:
         # Also detects nesting conflicts: a value on one rank where another has a dict.
         state_tree.unflatten({name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries))
     except ValueError as error:
         raise CheckpointError(
-            f"save: the states of the ranks are not parts of one state: {error}. Rename it."
+            f"save: the states of the ranks are not parts of one state: {error}. Rename it.",
+            code="checkpoint.not-one-state",
         ) from error
 
 
@@ -126,7 +128,8 @@ def _require_same_replicas(facts: list[RankFacts]) -> None:
             if digest != expected:
                 raise CheckpointError(
                     f"save: {part_key[0]!r} differs between rank {first} and rank {rank}, and is one tensor of all ranks by invariant. "
-                    "The ranks have drifted apart: find the first difference, and resume from the last checkpoint."
+                    "The ranks have drifted apart: find the first difference, and resume from the last checkpoint.",
+                    code="checkpoint.tensor-drift",
                 )
 
 
@@ -138,7 +141,8 @@ def _require_same_values(facts: list[RankFacts]) -> None:
             if not state_tree.same(value, expected):
                 raise CheckpointError(
                     f"save: {name!r} is {_shown(expected)} on rank {first} and {_shown(value)} on rank {rank}, and is one value of "
-                    "all ranks by invariant. Save what is a rank's own under a name of its own."
+                    "all ranks by invariant. Save what is a rank's own under a name of its own.",
+                    code="checkpoint.value-drift",
                 )
 
 

@@ -52,7 +52,9 @@ def require_same(
             reported: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(reported, (dist.get_rank(), value), group=group)
             words = "; ".join(f"{own!r} on rank {rank}" for rank, own in _differing_items(reported))
-            raise ConfigError(f"distribute: ranks differ in {name}: {words}. Give all ranks the same.")
+            raise ConfigError(
+                f"distribute: ranks differ in {name}: {words}. Give all ranks the same.", code="distribute.ranks-differ"
+            )
 
 
 def _differing_items(reported: list[tuple[int, Any]]) -> list[tuple[int, Any]]:

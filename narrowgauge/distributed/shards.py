@@ -117,7 +117,8 @@ class ShardWriter(StorageWriter):
         if not draft.is_dir():
             raise StorageError(
                 f"cannot save a checkpoint in {self.folder}: the folder that rank 0 made is not seen here. "
-                "Choose a folder on a file system that all ranks share."
+                "Choose a folder on a file system that all ranks share.",
+                code="checkpoint.unshared-folder",
             )
         results: list[WriteResult] = []
         with storage.refusals("save a checkpoint in", self.folder, NEXT_STEP):
@@ -165,7 +166,7 @@ class ShardWriter(StorageWriter):
 def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
     name, reason = item.index.fqn, ""
     if item.type == WriteItemType.BYTE_IO or tensor is None:
-        raise CheckpointError(f"{name!r} is no tensor, and would be pickled. {SAMPLE}")
+        raise CheckpointError(f"{name!r} is no tensor, and would be pickled. {SAMPLE}", code="checkpoint.would-pickle")
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # Exact types: a tensor subclass may keep data outside its storage.
     if type(local) not in (Tensor, torch.nn.Parameter):
@@ -175,7 +176,10 @@ def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
     elif item.tensor_data is None or tuple(local.shape) != tuple(item.tensor_data.chunk.sizes):
         reason = f"has a local shard of {list(local.shape)} that is no box of the whole tensor"
     if reason:
-        raise CheckpointError(f"save: {name!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
+        raise CheckpointError(
+            f"save: {name!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.",
+            code="checkpoint.tensor-kind",
+        )
 
 
 def _bytes(item: WriteItem) -> int:

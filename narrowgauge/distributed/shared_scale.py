@@ -98,11 +98,13 @@ class Controller:
                 near = closest(name, known_names)
                 raise CheckpointError(
                     f"gradient messages: the checkpoint has mu of {name!r}, which this model does not have"
-                    f"{f'; closest: {near}' if near else ''}. Load the state of the same model, or begin with none."
+                    f"{f'; closest: {near}' if near else ''}. Load the state of the same model, or begin with none.",
+                    code="gradient-messages.unknown-name",
                 )
             if not (isinstance(mu, int | float) and 0 < mu < math.inf):
                 raise CheckpointError(
-                    f"gradient messages: mu of {name!r} is {mu!r}; it must be a positive number. Take an older checkpoint."
+                    f"gradient messages: mu of {name!r} is {mu!r}; it must be a positive number. Take an older checkpoint.",
+                    code="gradient-messages.mu",
                 )
         self._mu = {name: torch.tensor(float(mu)) for name, mu in state.items()}
 

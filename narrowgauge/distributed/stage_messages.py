@@ -127,7 +127,8 @@ def columns_of(message: Tensor) -> int:
             return tiles * TILE + rest
     raise ShapeError(
         f"pipeline: a stage got {list(message.shape)} {message.dtype}, which is no message in 8 bits. "
-        'Call distribute(stage, activations="fp8") for every stage, before the first step of the schedule.'
+        'Call distribute(stage, activations="fp8") for every stage, before the first step of the schedule.',
+        code="pipeline.message",
     )
 
 

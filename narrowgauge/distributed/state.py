@@ -237,7 +237,8 @@ class DistributedState:
             raise ConfigError(
                 f"advance: rank {dist.get_rank()} has run no forward pass with gradients since distribute, and "
                 f"{self.blocking_wrapper} on the other ranks waits for its gradients. Give every rank a batch in every "
-                "step, with drop_last=True or a DistributedSampler."
+                "step, with drop_last=True or a DistributedSampler.",
+                code="distribute.no-forward",
             )
         members: dict[tuple[dist.ProcessGroup, ...], list[QLinear]] = {}
         # The order of layers is the same on all ranks, so the messages match element by element.
@@ -290,7 +291,8 @@ class DistributedState:
         """Load a `state_dict`, saved by any number of ranks. CheckpointError if it is malformed."""
         if not all(type(state.get(key)) is int and state[key] >= 0 for key in ("seed", "step")):
             raise CheckpointError(
-                f"distribute: {dict(state)!r} is no state of it, which has whole numbers 'seed' and 'step'. Pass what state_dict() gave."
+                f"distribute: {dict(state)!r} is no state of it, which has whole numbers 'seed' and 'step'. Pass what state_dict() gave.",
+                code="distribute.state",
             )
         if self.gradients is not None:
             self.gradients.load_state_dict(state.get("gradients", {}))

@@ -49,12 +49,17 @@ class Flat:
 def flatten(tree: Mapping[str, Any]) -> Flat:
     """Flatten a nested dict. CheckpointError for entries that cannot be stored."""
     if type(tree) not in DICTS:
-        raise CheckpointError(f"the state is a {type(tree).__name__}, not a dict. Pass a dict of tensors and values.")
+        raise CheckpointError(
+            f"the state is a {type(tree).__name__}, not a dict. Pass a dict of tensors and values.",
+            code="checkpoint.not-a-dict",
+        )
     flat = Flat()
     for path, leaf in _leaves(tree, []):
         name = _name(path)
         if name in flat.paths:
-            raise CheckpointError(f"two entries of the state are called {name!r}. Rename one of them.")
+            raise CheckpointError(
+                f"two entries of the state are called {name!r}. Rename one of them.", code="checkpoint.two-names"
+            )
         flat.paths[name] = path
         if isinstance(leaf, Tensor):
             flat.tensors[name] = leaf
@@ -70,7 +75,8 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             # Exact types: isinstance would accept a bool as an int.
             if type(key) not in (str, int) or (isinstance(key, str) and SURROGATES.search(key)):
                 raise CheckpointError(
-                    f"{_name(path)!r} has the key {key!r}, which is no text or whole number. Use a text as key."
+                    f"{_name(path)!r} has the key {key!r}, which is no text or whole number. Use a text as key.",
+                    code="checkpoint.key",
                 )
             yield from _leaves(value, [*path, key])
     elif type(tree) in (list, tuple) and _has_tensors(tree):
@@ -107,7 +113,8 @@ def encode(value: Any, name: str) -> Any:
         reason = f"is {value!r}, which is no Unicode text"
     if reason:
         raise CheckpointError(
-            f"{name!r} {reason}, which JSON cannot hold. Store numbers, text, lists, tables or tensors."
+            f"{name!r} {reason}, which JSON cannot hold. Store numbers, text, lists, tables or tensors.",
+            code="checkpoint.not-json",
         )
     return value
 

@@ -208,9 +208,14 @@ def _index_of(folder: Path) -> tuple[Manifest, Index]:
 def _require_checkpoint_folder(folder: Path) -> None:
     """Raise CheckpointError unless the folder is absent, empty or a checkpoint."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointError(f"{folder}: is not a folder. Choose another one for the checkpoint.")
+        raise CheckpointError(
+            f"{folder}: is not a folder. Choose another one for the checkpoint.", code="checkpoint.not-a-folder"
+        )
     if folder.is_dir() and not (folder / NAME).exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.")
+        raise CheckpointError(
+            f"{folder}: holds files that are no checkpoint. Choose another folder, or empty it.",
+            code="checkpoint.other-files",
+        )
 
 
 def _entries_read_by_no_rank(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
@@ -249,7 +254,8 @@ def _require_matching_state(flat: state_tree.Flat, index: Index, folder: Path, f
         more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
         raise CheckpointError(
             f"{folder}: a checkpoint of another state: {'; '.join(clauses[:SHOWN])}{more}. Load it into the model, recipe and "
-            "optimizer that wrote it, with the optimizer's state made first."
+            "optimizer that wrote it, with the optimizer's state made first.",
+            code="checkpoint.other-state",
         )
 
 

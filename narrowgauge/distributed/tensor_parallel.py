@@ -107,7 +107,8 @@ def _refuse_compiling() -> None:
     constant is called during tracing, so its error reaches the user.
     """
     raise ConfigError(
-        "tensor parallelism: messages in FP8 are sent in eager mode alone. Compile with activations='16bit', or do not compile."
+        "tensor parallelism: messages in FP8 are sent in eager mode alone. Compile with activations='16bit', or do not compile.",
+        code="tensor-parallel.compiled",
     )
 
 
@@ -203,7 +204,8 @@ class RowwiseParallel(styles.RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise ConfigError(
-                f"RowwiseParallel: a {type(module).__name__} is no nn.Linear. Take torch's RowwiseParallel for an embedding."
+                f"RowwiseParallel: a {type(module).__name__} is no nn.Linear. Take torch's RowwiseParallel for an embedding.",
+                code="tensor-parallel.not-linear",
             )
         super()._apply(module, device_mesh)
         via = _install(module, device_mesh, self.axis, self.activations)
@@ -228,7 +230,8 @@ def install(model: nn.Module, activations: str) -> list[SequenceMessages]:
         raise ConfigError(
             "distribute: activations='fp8', but no module was parallelised by GatherInput or RowwiseParallel of "
             "narrowgauge.distributed.tensor_parallel. Take those in the plan of parallelize_module, or give distribute the "
-            "PipelineStage whose module this is, or take activations='16bit'."
+            "PipelineStage whose module this is, or take activations='16bit'.",
+            code="tensor-parallel.no-module",
         )
     for each in found:
         each.activations = _checked(activations)
@@ -243,7 +246,8 @@ def messages_of(module: nn.Module) -> SequenceMessages | None:
 def _install(module: nn.Module, mesh: DeviceMesh, axis: int, activations: str) -> SequenceMessages:
     if mesh.ndim != 1:
         raise ConfigError(
-            f"tensor parallelism: the mesh is {mesh}; pass its one axis of tensor parallelism, as mesh['tp']."
+            f"tensor parallelism: the mesh is {mesh}; pass its one axis of tensor parallelism, as mesh['tp'].",
+            code="tensor-parallel.mesh",
         )
     module.__dict__[_ATTRIBUTE] = found = SequenceMessages(module, mesh, axis, activations)
     return found
@@ -252,6 +256,7 @@ def _install(module: nn.Module, mesh: DeviceMesh, axis: int, activations: str) -
 def _checked(activations: str) -> str:
     if activations not in ACTIVATIONS:
         raise ConfigError(
-            f"tensor parallelism: activations is {activations!r}; it must be one of {', '.join(ACTIVATIONS)}."
+            f"tensor parallelism: activations is {activations!r}; it must be one of {', '.join(ACTIVATIONS)}.",
+            code="tensor-parallel.activations",
         )
     return activations

@@ -55,7 +55,8 @@ class Topology:
         if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
             raise ConfigError(
                 "distribute: FullyShardedDataParallel keeps weights as one flat tensor, whose rows no recipe knows. "
-                "Shard the model with torch.distributed.fsdp.fully_shard."
+                "Shard the model with torch.distributed.fsdp.fully_shard.",
+                code="distribute.fsdp1",
             )
         mesh = next((found for each in fsdp if (found := _mesh_of(each)) is not None), None)
         groups: list[dist.ProcessGroup] = []
@@ -140,7 +141,8 @@ class Topology:
                         f"distribute: {wrapper} does not sum the gradients of the learned steps of {plain_name(name)!r}: they are newer "
                         "than it, or were kept from it (ignored_params). Convert the model, then pass all of it to "
                         f"{wrapper}; beside 16-bit weights, which fully_shard does not take together with float32 steps, use "
-                        "DistributedDataParallel."
+                        "DistributedDataParallel.",
+                        code="distribute.learned-steps",
                     )
 
     def exclude_from_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:

@@ -116,6 +116,7 @@ def is_shape_inference() -> bool:
     if not any(hasattr(module.PipelineStage, name) for name in MICRO_BATCH_METHODS):
         raise BackendError(
             f"distribute: PipelineStage of this torch has none of the methods {', '.join(MICRO_BATCH_METHODS)}, so a "
-            "micro-batch cannot be told from the pass that finds shapes. Use torch 2.13."
+            "micro-batch cannot be told from the pass that finds shapes. Use torch 2.13.",
+            code="pipeline.old-torch",
         )
     return frame.f_code.co_name not in MICRO_BATCH_METHODS

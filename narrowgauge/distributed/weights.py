@@ -163,7 +163,8 @@ class GatheredWeight:
         if not isinstance(self.layer, QLinear):
             raise ConfigError(
                 f"{self.name}: it was distributed with weights as codes and is no QLinear any more. Build the model anew, shard it and "
-                "call narrowgauge.distribute again."
+                "call narrowgauge.distribute again.",
+                code="weight-codes.not-converted",
             )
         backward = in_backward()
         orientation = "cols" if backward and self.coder.has_two_sets else "rows"
@@ -244,7 +245,8 @@ class GatheredWeight:
             f"{self.name}: the weight was written since its scales were exchanged, or no forward pass of the whole model has exchanged "
             "them. Ranks exchange them in the first forward pass of a step: call the model that distribute was given (what "
             "torch.compile returned, if the whole model is compiled), and end the step with narrowgauge.advance(model) after "
-            "weights are written."
+            "weights are written.",
+            code="weight-codes.stale-scales",
         )
 
     def _state(self) -> Any:
@@ -409,14 +411,16 @@ def install(model: nn.Module, topology: Topology, state: DistributedState) -> We
             if before is not None and before.was_gathered:
                 raise ConfigError(
                     f"distribute: the weight of {peers.name!r} has travelled as codes, and now {found}. "
-                    "Build the model anew, and distribute it once as it shall be."
+                    "Build the model anew, and distribute it once as it shall be.",
+                    code="weight-codes.changed",
                 )
             layer.gathered = None
             continue
         if before is not None and before.was_gathered and before.coder.width != found.coder.width:
             raise ConfigError(
                 f"distribute: the weight of {peers.name!r} has travelled as {before.coder.width} bytes per row, and recipe "
-                f"{found.recipe.name!r} needs {found.coder.width}. Build the model anew, and distribute it once as it shall be."
+                f"{found.recipe.name!r} needs {found.coder.width}. Build the model anew, and distribute it once as it shall be.",
+                code="weight-codes.other-recipe",
             )
         found.was_gathered, found.state = before is not None and before.was_gathered, state
         layer.gathered = gathered[layer] = found
@@ -438,7 +442,8 @@ def uninstall(state: DistributedState) -> None:
         if layer.gathered.was_gathered:
             raise ConfigError(
                 f"distribute: the weight of {peers.name!r} has travelled as codes, which fully_shard goes on with. "
-                'Take weights="codes", or build the model anew.'
+                'Take weights="codes", or build the model anew.',
+                code="weight-codes.not-codes",
             )
         layer.gathered.detach()
         layer.gathered = None
@@ -501,7 +506,8 @@ def _gathered_weight(layer: QLinear, name: str, topology: Topology) -> GatheredW
     if local_tensor(weight).shape[0] != rows.count:
         raise ConfigError(
             f"distribute: rank {rows.rank} has {local_tensor(weight).shape[0]} rows of {name!r}, where {rows.count} of {whole} were "
-            "expected. Shard it with fully_shard, along rows."
+            "expected. Shard it with fully_shard, along rows.",
+            code="weight-codes.rows",
         )
     return GatheredWeight(layer, name, weight, group, rows)
 
@@ -536,7 +542,8 @@ def _check_resharding(topology: Topology) -> None:
         if getattr(parameter_group(module), "_use_post_forward_mesh", False):
             raise ConfigError(
                 "distribute: fully_shard was given a number for reshard_after_forward, for which torch has no hooks. Give it True or "
-                'False, or distribute with weights="16bit".'
+                'False, or distribute with weights="16bit".',
+                code="weight-codes.reshard",
             )
 
 
@@ -550,7 +557,8 @@ class _Pickled:
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise ConfigError(
             "This parameter was pickled while its weight travelled as codes. Save model.state_dict() instead, or call "
-            'narrowgauge.distribute(model, weights="codes") again.'
+            'narrowgauge.distribute(model, weights="codes") again.',
+            code="weight-codes.pickled",
         )
 
     fsdp_post_all_gather = fsdp_pre_all_gather

@@ -55,7 +55,9 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     """
     if save not in (None, *get_args(Save)):
         names = ", ".join(map(repr, get_args(Save)))
-        raise ConfigError(f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.")
+        raise ConfigError(
+            f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.", code="fuse.save"
+        )
     unfuse(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     holders = Counter(child for module in model.modules() for child in module.children())

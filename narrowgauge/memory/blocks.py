@@ -121,7 +121,8 @@ def find_blocks(
         if not wanted or not all(isinstance(each, str) for each in wanted):
             raise ConfigError(
                 f"{verb}: blocks = {names!r}; it must be names of modules, or patterns of them, as ['encoder.layer.*']. Leave it out and "
-                "they are found by structure."
+                "they are found by structure.",
+                code="blocks.names",
             )
         return _named(model, wanted, verb)
     found = {
@@ -132,7 +133,8 @@ def find_blocks(
     if not found:
         raise ConfigError(
             f"{verb}: {type(model).__name__} has no numbered stack of two or more equal blocks (ModuleList or Sequential). "
-            "Name the modules to treat as blocks, blocks=['encoder.layer_a', ...]; in a run take 2 or more --layers, or leave it out."
+            "Name the modules to treat as blocks, blocks=['encoder.layer_a', ...]; in a run take 2 or more --layers, or leave it out.",
+            code="blocks.none",
         )
     return found
 
@@ -160,10 +162,15 @@ def _named(model: nn.Module, patterns: list[str], verb: str) -> dict[str, nn.Mod
     for pattern in patterns:
         if not any(matches(name, pattern) for name in modules):
             near = closest(pattern, modules) or repr(next(iter(modules), ""))
-            raise ConfigError(f"{verb}: blocks={pattern!r} matched no module. Closest: {near}.")
+            raise ConfigError(
+                f"{verb}: blocks={pattern!r} matched no module. Closest: {near}.", code="pattern.no-match"
+            )
     found = {name: each for name, each in modules.items() if any(matches(name, pattern) for pattern in patterns)}
     # The inner block of a nested pair would be recomputed twice.
     nested = [name for name in found if any(name.startswith(f"{other}.") for other in found)]
     if nested:
-        raise ConfigError(f"{verb}: block {nested[0]!r} lies inside another one that was named. Name one of the two.")
+        raise ConfigError(
+            f"{verb}: block {nested[0]!r} lies inside another one that was named. Name one of the two.",
+            code="blocks.nested",
+        )
     return found

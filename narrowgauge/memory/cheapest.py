@@ -48,7 +48,8 @@ def cheapest(peak_bytes: Callable[[str], int], limit_bytes: int) -> Choice:
     least = min(peaks, key=lambda policy: peaks[policy])
     raise ConfigError(
         f"checkpoint: no policy fits into {_gib(limit_bytes)} ({limit_bytes:,} bytes); the least is {peaks[least]:,} bytes, with "
-        f"{least!r}. Make the batch smaller (or micro_batches larger), or keep the optimizer's states in 8 bits."
+        f"{least!r}. Make the batch smaller (or micro_batches larger), or keep the optimizer's states in 8 bits.",
+        code="checkpointing.nothing-fits",
     )
 
 

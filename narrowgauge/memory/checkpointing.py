@@ -103,7 +103,8 @@ def _recomputed(
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"checkpoint: a block was given {name}; computing it again would append its keys and values a second "
-                "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None)."
+                "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None).",
+                code="checkpointing.cache-argument",
             )
     return run(block, forward, args, kwargs)
 
@@ -124,7 +125,8 @@ def _without_cache(
     if kwargs.get("use_cache"):
         raise ConfigError(
             "checkpoint: use_cache=True, but recomputation would fill the KV cache twice. Pass use_cache=False, "
-            "or take checkpointing off with checkpoint(model, None)."
+            "or take checkpointing off with checkpoint(model, None).",
+            code="checkpointing.use-cache",
         )
     return args, {**kwargs, "use_cache": False}
 
@@ -160,7 +162,8 @@ def checkpoint(
         if peak_bytes is None or limit_bytes is None:
             raise ConfigError(
                 "checkpoint: 'auto' needs peak_bytes=, a function of a policy's name that counts the peak of a step "
-                "(narrowgauge.plan.count), and limit_bytes=, what it must fit into."
+                "(narrowgauge.plan.count), and limit_bytes=, what it must fit into.",
+                code="checkpointing.auto-arguments",
             )
         choice = cheapest(peak_bytes, limit_bytes)
         policy, reason = choice.policy, str(choice)
@@ -168,7 +171,8 @@ def checkpoint(
     if not parsed:
         raise ConfigError(
             f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto', "
-            "or 'budget:512MiB'."
+            "or 'budget:512MiB'.",
+            code="checkpointing.policy",
         )
 
     found = find_blocks(model, blocks, "checkpoint")
@@ -176,7 +180,8 @@ def checkpoint(
         if getattr(block, "gradient_checkpointing", False):
             raise ConfigError(
                 f"checkpoint: {name} checkpoints already, by transformers' own switch, and would be computed three times. "
-                "Call model.gradient_checkpointing_disable() first."
+                "Call model.gradient_checkpointing_disable() first.",
+                code="checkpointing.twice",
             )
     names = list(found)
     below = _without_backward(model, names)
@@ -265,7 +270,8 @@ def _within(
     """Return (blocks to recompute, segment lengths, measured bytes) for a budget."""
     if batch is None:
         raise ConfigError(
-            "checkpoint: a budget needs a sample batch to measure. Pass batch=, as the model will see it."
+            "checkpoint: a budget needs a sample batch to measure. Pass batch=, as the model will see it.",
+            code="checkpointing.no-batch",
         )
     names = list(found)
 
@@ -298,7 +304,8 @@ def _within(
     least = min(least, in_segments)
     raise ConfigError(
         f"checkpoint: with every block computed again {least:,} bytes are kept, above the budget of "
-        f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller."
+        f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller.",
+        code="checkpointing.budget",
     )
 
 

@@ -115,19 +115,24 @@ def compress_activations(
     found = blocks_for(Compression, model, blocks)
     if isinstance(cast, str):
         if group < 1:
-            raise ConfigError(f"compress_activations: group = {group}; it must be at least 1 element. Choose 128.")
+            raise ConfigError(
+                f"compress_activations: group = {group}; it must be at least 1 element. Choose 128.",
+                code="compression.group",
+            )
         # Power-of-two scales: a tensor that already has E4M3 values (an operand that a recipe saves
         # quantized) is encoded without a second rounding.
         cast = Cast(format=formats.get(cast), tile=(1, group), scale=POW2)
     if not (cast is None or isinstance(cast, Cast)) or type(smallest) is not int:
         raise ConfigError(
             f"compress_activations: cast = {cast!r} and smallest = {smallest!r}; they must be a format's name, as 'e4m3', a Cast or None, "
-            "and a number of elements."
+            "and a number of elements.",
+            code="compression.arguments",
         )
     if cast is not None and (cast.rounding != "nearest" or cast.calibrate != CURRENT):
         raise ConfigError(
             f"compress_activations: cast '{cast}' is random or remembers earlier steps; kept tensors are encoded once, "
-            "with their own scales. Use rounding='nearest' and current scaling."
+            "with their own scales. Use rounding='nearest' and current scaling.",
+            code="compression.cast",
         )
     compression = None if cast is None else Compression(cast, smallest)
     for block in found:

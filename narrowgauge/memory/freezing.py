@@ -102,7 +102,10 @@ def freeze(
     named = _named(model, patterns, "freeze")
     trains = {parameter for parameter in model.parameters() if parameter.requires_grad} - named
     if not trains:
-        raise ConfigError(f"freeze: {patterns!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer.")
+        raise ConfigError(
+            f"freeze: {patterns!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer.",
+            code="freeze.nothing-left",
+        )
     coded, kept_16bit = _candidates_for_codes(model, named) if codes else ([], {})
     if codes and not coded:
         why = (
@@ -111,7 +114,8 @@ def freeze(
         )
         raise ConfigError(
             f"freeze: codes=True, but no weight can be kept as codes ({why}). Convert the model to an 8-bit or 4-bit recipe first, or "
-            "leave codes out."
+            "leave codes out.",
+            code="freeze.no-codes",
         )
     report = _apply(model, named, trains, optimizer_bytes)
     saved = sum(_replace_by_codes(layer) for layer in coded)
@@ -136,7 +140,8 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
     ]
     if not layers:
         raise ConfigError(
-            f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them."
+            f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them.",
+            code="thaw.no-codes",
         )
     for layer in layers:
         give_back(layer, layer.frozen.original(plain(layer.weight)))
@@ -194,13 +199,15 @@ def train_only(
     trains = {parameter for parameter in named if parameter.is_floating_point()}
     if not trains:
         raise ConfigError(
-            f"train_only: {patterns!r} names integer parameters alone, which have no gradient. Name parameters of a float type."
+            f"train_only: {patterns!r} names integer parameters alone, which have no gradient. Name parameters of a float type.",
+            code="train-only.integers",
         )
     for name, layer in model.named_modules():
         if isinstance(layer, QLinear) and layer.frozen is not None and layer.weight in trains:
             raise ConfigError(
                 f"train_only: the weight of {name!r} is kept as codes, which do not train. Call "
-                f"narrowgauge.memory.thaw(model, {name!r}) first."
+                f"narrowgauge.memory.thaw(model, {name!r}) first.",
+                code="train-only.codes",
             )
     return _apply(model, named, trains, optimizer_bytes)
 
@@ -216,11 +223,14 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
     )
     if strange := [each for each in texts if not isinstance(each, str)]:
         raise ConfigError(
-            f'{verb}: {strange[0]!r} is no pattern. Name parameters or modules, as in "embed*,layers.0-3".'
+            f'{verb}: {strange[0]!r} is no pattern. Name parameters or modules, as in "embed*,layers.0-3".',
+            code="pattern.not-a-string",
         )
     wanted = [pattern.strip() for text in texts for pattern in text.split(",") if pattern.strip()]
     if not wanted:
-        raise ConfigError(f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".')
+        raise ConfigError(
+            f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".', code="pattern.none"
+        )
     # Each parameter, under its own name and the names of all modules above it.
     below: dict[str, set[nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -236,7 +246,9 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
             first = f"The first parameter is {next(iter(below))!r}." if below else "The model has no parameters."
             hint = f"Closest: {near}." if near else first
             within = f"{pattern!r} of " if pattern != typed else ""
-            raise ConfigError(f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}")
+            raise ConfigError(
+                f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}", code="pattern.no-match"
+            )
         found = found.union(*meant)
     return found
 

@@ -106,7 +106,8 @@ def chunked_cross_entropy(
     if slices and shard is not None:
         raise ConfigError(
             "chunked_cross_entropy: slices = True, but ranks share the words of the head, a DTensor. Leave slices out: its gradient is "
-            "divided among them already."
+            "divided among them already.",
+            code="chunked-loss.slices",
         )
 
     kind = device_facts(device_type, hidden.device.index).type
@@ -252,10 +253,14 @@ def _check_options(softcap: float | None, z_loss: float, chunk: int | None) -> N
         chunk is not None and (not isinstance(chunk, int) or chunk < 1)
     ):
         raise ConfigError(
-            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, chunk whole. Or leave them out."
+            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, chunk whole. Or leave them out.",
+            code="chunked-loss.positive",
         )
     if not 0 <= z_loss < math.inf:
-        raise ConfigError(f"chunked_cross_entropy: z_loss = {z_loss}; it must be at least 0. 0 leaves it out.")
+        raise ConfigError(
+            f"chunked_cross_entropy: z_loss = {z_loss}; it must be at least 0. 0 leaves it out.",
+            code="chunked-loss.z-loss",
+        )
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -263,21 +268,25 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
         if tensor is not None and not tensor.is_floating_point():
             raise ShapeError(
                 f"chunked_cross_entropy: {name} is {list(tensor.shape)} {tensor.dtype}; it must be of a float type. "
-                "Pass the hidden states, not token ids, and the head's own weight and bias."
+                "Pass the hidden states, not token ids, and the head's own weight and bias.",
+                code="chunked-loss.dtype",
             )
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)}; hidden must be [..., K] "
-            "and weight [V, K] with the same K. Pass the hidden states that the output head receives."
+            "and weight [V, K] with the same K. Pass the hidden states that the output head receives.",
+            code="chunked-loss.shapes",
         )
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise ShapeError(
             f"chunked_cross_entropy: targets are {list(targets.shape)} {targets.dtype}; they must be "
-            f"{list(hidden.shape[:-1])} torch.int64. Shift and convert the labels first."
+            f"{list(hidden.shape[:-1])} torch.int64. Shift and convert the labels first.",
+            code="chunked-loss.targets",
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ShapeError(
-            f"chunked_cross_entropy: bias is {list(bias.shape)}, it must be [{weight.shape[0]}]. Pass the head's own bias."
+            f"chunked_cross_entropy: bias is {list(bias.shape)}, it must be [{weight.shape[0]}]. Pass the head's own bias.",
+            code="chunked-loss.bias",
         )
 
 
@@ -290,5 +299,6 @@ def _check_targets(labels: Tensor, vocabulary: int) -> None:
     if low < 0 or high >= vocabulary:
         raise DataError(
             f"chunked_cross_entropy: target {low if low < 0 else high} is outside the {vocabulary} classes (0 ... "
-            f"{vocabulary - 1}). Use the tokenizer that the model was made for, or ignore_index for tokens that do not count."
+            f"{vocabulary - 1}). Use the tokenizer that the model was made for, or ignore_index for tokens that do not count.",
+            code="chunked-loss.class",
         )

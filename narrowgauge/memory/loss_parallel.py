@@ -90,13 +90,15 @@ def unwrapped(
         raise ConfigError(
             f"chunked_cross_entropy: weight lies as {weight.placements} on the mesh; the loss reads a head that is sharded by its words "
             "on one axis, Shard(0), as ColwiseParallel leaves it. Under fully_shard compute the loss inside the model's forward pass, "
-            "where the weight is gathered."
+            "where the weight is gathered.",
+            code="chunked-loss.weight-placement",
         )
     if not isinstance(hidden, DTensor) or hidden.device_mesh != mesh:
         where = f"on {hidden.device_mesh}" if isinstance(hidden, DTensor) else "no DTensor"
         raise ConfigError(
             f"chunked_cross_entropy: weight lies on {mesh}, hidden is {where}, so whether ranks have the same tokens is not known. "
-            "Pass DTensor.from_local(hidden, mesh, [Replicate()]) if they do, [Shard(i)] if they hold parts."
+            "Pass DTensor.from_local(hidden, mesh, [Replicate()]) if they do, [Shard(i)] if they hold parts.",
+            code="chunked-loss.hidden-mesh",
         )
     axis = axes[0] if axes else 0
     # Another mesh axis may shard the batch. Its ranks sum their own tokens, and the user sums over
@@ -105,7 +107,8 @@ def unwrapped(
     if any(not placement.is_replicate() for placement in placements):
         raise ConfigError(
             f"chunked_cross_entropy: hidden lies as {hidden.placements}; on axes other than the words' it must be Replicate. "
-            "Pass each rank's own tokens on the mesh of the words alone."
+            "Pass each rank's own tokens on the mesh of the words alone.",
+            code="chunked-loss.hidden-placement",
         )
     replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     partial = tuple(Partial() if each == axis else Replicate() for each in range(mesh.ndim))
@@ -121,5 +124,8 @@ def unwrapped(
 
 def _own_bias(bias: Tensor, weight: DTensor) -> Tensor:
     if not isinstance(bias, DTensor) or bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
-        raise ConfigError("chunked_cross_entropy: bias does not lie as weight does. Shard both by their words.")
+        raise ConfigError(
+            "chunked_cross_entropy: bias does not lie as weight does. Shard both by their words.",
+            code="chunked-loss.bias-placement",
+        )
     return local_part(bias, bias.placements)

@@ -165,7 +165,8 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise ConfigError(
-                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze some."
+                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze some.",
+                code="saved-bytes.no-gradient",
             )
         # With a loss the output may be freed, as it is in a training loop.
         if loss is not None:

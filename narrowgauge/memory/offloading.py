@@ -79,7 +79,8 @@ def offload(
         if parameter.device.type != "cuda":
             raise ConfigError(
                 f"offload: {name} is on {parameter.device}; activations can move to the host only from a CUDA device. "
-                "On the CPU use checkpoint or compress_activations."
+                "On the CPU use checkpoint or compress_activations.",
+                code="offload.device",
             )
     technique = Offload(smallest_bytes) if enabled else None
     for block in found:

@@ -72,7 +72,8 @@ class SavedActivations:
         if torch.compiler.is_compiling():
             raise ConfigError(
                 f"{self.name}: the compiler fixes what is kept for backward itself and sees no saved tensors. "
-                "Do not compile the model, or use checkpoint instead."
+                "Do not compile the model, or use checkpoint instead.",
+                code="saved-tensors.compiled",
             )
         exact = [*block.parameters(), *block.buffers()]
         exact += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
@@ -95,7 +96,8 @@ def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iter
         if forward and forward.saving is not None and not isinstance(forward.saving, kind):
             raise ConfigError(
                 f"{name}: its saved activations are under {forward.saving.name} already. Take that off first, "
-                f"{forward.saving.name}(model, None), or give each a part of the model with blocks=."
+                f"{forward.saving.name}(model, None), or give each a part of the model with blocks=.",
+                code="saved-tensors.twice",
             )
     return list(found.values())
 

@@ -98,7 +98,8 @@ class SegmentMember:
         if is_traced and not is_compiled(block):
             raise ConfigError(
                 f"checkpoint: {self.name} is in a segment of blocks, which code compiled for a whole model cannot repeat one by one. "
-                "Call narrowgauge.memory.compile_blocks(model), which compiles each; or take 'full' or 'selective'."
+                "Call narrowgauge.memory.compile_blocks(model), which compiles each; or take 'full' or 'selective'.",
+                code="checkpointing.compiled",
             )
         previous = self.previous.last() if self.previous is not None else None
         call = Call(block, forward, args, kwargs, previous)

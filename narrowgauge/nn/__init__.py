@@ -1,1 +1,1 @@
-"""The Linear that a user touches, and what it is made of."""
+"""The low-precision Linear and its parts."""

@@ -1,6 +1,8 @@
-"""What a Linear needs of its input in backward, made again there from what others keep anyway (`fuse.saving`).
+"""Recompute the input of a Linear in backward instead of saving it.
 
-The Linear keeps the tensors that the function before it keeps, which autograd holds once; the bits are those of forward.
+A fused norm or activation (`fuse.saving`) already saves its own inputs. The Linears that read its
+output save the same tensors, which autograd stores once, and recompute their operand in backward.
+The recomputed operand is bit-identical to the operand of the forward pass.
 """
 
 from __future__ import annotations
@@ -14,18 +16,29 @@ Saved = tuple[Tensor | None, ...]
 
 
 class Again:
-    """How an operand is made again, in one call of what made it; holds no tensor of forward. readers: layers that keep nothing else."""
+    """Recomputes the operand of one call of a fused function. Holds no tensor of the forward pass.
+
+    readers   number of Linears that save these tensors and nothing else for the operand
+    """
 
     readers: int = 0
 
     def restore(self, operand: Any, saved: Saved) -> None:
-        """Gives the Operand, in backward, its tensor or its cols. saved: (amax, *tensors), as forward kept them."""
+        """Set the tensor or the `cols` of an Operand in backward.
+
+        operand  the Operand of the Linear, which has neither yet
+        saved    (amax, *tensors), as the forward pass saved them
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What an operand is made from again: tensors that others keep too, and how."""
+    """The inputs from which backward recomputes an operand, and the object that recomputes it.
+
+    tensors  inputs of the fused function, which that function saves as well
+    again    recomputes the operand from `tensors`
+    """
 
     tensors: tuple[Tensor | None, ...]
     again: Again

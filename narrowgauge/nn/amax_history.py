@@ -1,18 +1,13 @@
-"""What recipes add to a layer as state: LayerState, the base of all of it, and AmaxHistory, the memory of delayed scaling.
+"""State that recipes add to a layer: base class LayerState, AmaxHistory for delayed scaling.
 
-A layer has one AmaxHistory per tensor with a window (role x, w or gy).
+A layer has one AmaxHistory per tensor under delayed scaling (role x, w or gy).
 
-    history    [length]  largest magnitudes of earlier steps, newest first; 0 where nothing was seen yet
-    live       [3]       this step's amax state, see `ops.quantize.amax_state`
-    nonfinite  [1]       how many steps had a non-finite amax
+    history    [length]  float32, amax of earlier steps, newest first; 0 for steps without a value
+    live       [3]       float32, amax state of this step, see `ops.quantize.amax_state`
+    nonfinite  [1]       int64, number of steps with a non-finite amax
 
-Between steps `roll_history` moves what was seen into the history and sets the amax of the next one. A tensor that was not seen, or
-was all zero, keeps history and scale, so ending a step twice is ending it once. A non-finite amax never enters: its step's scale was
-NaN, and the next step uses the old window again.
-
-Windows that began alike and saw the same tensors hold the same numbers. `lineage` says so without reading them, which a GPU would be
-waited for: layers that read one x can then share its casts. Where nobody followed a window (it was loaded, moved, or seen by a compiled
-graph), its numbers are read, once.
+`roll_history` ends a step: it shifts the amax of the step into the history
+and sets the amax that scales the next step.
 """
 
 from __future__ import annotations
@@ -28,44 +23,57 @@ from narrowgauge.recipe import Window
 
 
 class LayerState(nn.Module):
-    """State that a recipe adds to a layer. It is moved with the model and keeps its types: amax and steps of 8 bits would jump.
+    """State that a recipe adds to a layer.
 
-    From the meta device it arrives (to_empty) as whatever was in memory, and begins anew.
+    It moves with the model, but keeps its dtypes: an amax or a learned step
+    in 8 or 16 bits would be rounded. After `to_empty` from the meta device
+    the memory is undefined, so the state is reset.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         was_meta = False
         for name, tensor in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]:
             moved = fn(tensor.data)
+            # Take the device of the conversion and not its dtype:
+            # model.bfloat16() and back would round the amax history.
             moved = moved if moved.dtype == tensor.dtype else tensor.data.to(moved.device)
             was_meta = was_meta or (tensor.is_meta and not moved.is_meta)
             if not isinstance(tensor, nn.Parameter):
                 setattr(self, name, moved)
             elif tensor.is_meta == moved.is_meta:
                 tensor.data = moved
-            else:  # a parameter cannot change from meta in place
+            else:  # `.data` of a meta parameter cannot become a real tensor
                 setattr(self, name, nn.Parameter(moved, requires_grad=tensor.requires_grad))
         if was_meta:
             self.reset_parameters()
         return self
 
     def reset_parameters(self) -> None:
-        """Begins anew; the name is the one by which frameworks initialize modules that were made on meta."""
+        """Reset to the initial state.
+
+        Frameworks call this name on modules built on the meta device.
+        """
         raise NotImplementedError
 
     def reread(self) -> None:
-        """Its tensors were written by somebody else, between two steps: what it knows of them is found anew."""
+        """Refresh cached facts about the tensors after other code wrote them between two steps."""
 
 
 class AmaxHistory(LayerState):
-    """The state of one tensor; see the module."""
+    """Amax history of one tensor. The module docstring lists the buffers.
+
+    `lineage` is a hash of the history's content that the host maintains without reading the device.
+    Histories that started equal and recorded the same tensors have equal lineages, so their layers
+    can share casts of one x under delayed scaling. The content itself is read once if the host did
+    not follow the history: after loading, after a move, or after compiled code recorded into it.
+    """
 
     history: Tensor
     live: Tensor
     nonfinite: Tensor
-    _lineage: int | None = None  # None: nobody followed it
-    _followed: tuple[Tensor, int] | None = None  # the history that it is of, and its version
-    _was_seen = False  # in this step
+    _lineage: int | None = None  # None: unknown, the host did not follow the content
+    _followed: tuple[Tensor, int] | None = None  # history and version behind _lineage
+    _was_seen = False  # whether `saw` was called in this step
 
     def __init__(self, window: Window, device: torch.device) -> None:
         super().__init__()
@@ -85,33 +93,48 @@ class AmaxHistory(LayerState):
         self._was_seen = False
 
     def lineage(self) -> int | None:
-        """Equal for windows with equal numbers, as far as is known; None: not to be known, while a CUDA graph is captured."""
+        """Hash of the content, equal for histories known to be equal.
+
+        Returns None if the content is unknown and cannot be read: during CUDA graph capture, and
+        for tensors of inference mode, which have no version counter.
+        """
         history: Tensor = self._buffers["history"]  # type: ignore[assignment]
-        if history.is_inference():  # without a version
+        if history.is_inference():  # `_version` of an inference tensor raises
             return None
         followed = self._followed
         if self._lineage is None or followed is None or followed[0] is not history or followed[1] != history._version:
+            # The copy to the host below waits for the device, which a capture forbids.
             if history.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
+            # A hash of the content itself: histories that became equal by a
+            # load share their casts again.
             numbers = torch.cat((history, self.live)).cpu().numpy().tobytes() if holds_numbers(history) else b""
             self._follow(int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little"))
         return self._lineage
 
     def saw(self, tensor: int) -> None:
-        """Its numbers now depend on a tensor, which has this number: equal for windows that see the same one, and never used again."""
-        own = self.__dict__  # the table: to set an attribute of a torch module takes three microseconds
+        """Record that the content now depends on a tensor.
+
+        tensor  number of the tensor; equal for histories that recorded the same one, never reused
+        """
+        own = self.__dict__  # nn.Module.__setattr__ costs three microseconds
         own["_was_seen"] = True
         if self._lineage is not None:
             own["_lineage"] = hash((self._lineage, tensor))
 
     def rolled(self) -> None:
-        """A step has ended. Of one in which nobody said what the window saw, only its numbers tell what it holds."""
+        """Update the lineage at the end of a step.
+
+        The lineage is lost if no call of `saw` announced the tensor of this step: compiled code
+        writes `live` without the host. The next `lineage` then reads the content.
+        """
         self._follow(hash((self._lineage, -1)) if self._was_seen and self._lineage is not None else None)
-        self._was_seen = False
+        self.__dict__["_was_seen"] = False
 
     def _follow(self, lineage: int | None) -> None:
-        history = self.history
-        self._lineage, self._followed = lineage, (history, 0 if history.is_inference() else history._version)
+        history: Tensor = self._buffers["history"]  # type: ignore[assignment]
+        own = self.__dict__
+        own["_lineage"], own["_followed"] = lineage, (history, 0 if history.is_inference() else history._version)
 
     def extra_repr(self) -> str:
         return str(self.window)
@@ -119,7 +142,14 @@ class AmaxHistory(LayerState):
 
 @torch.no_grad()
 def roll_history(windows: list[AmaxHistory]) -> None:
-    """Ends a step for many tensors at once. Windows of equal settings are updated together; no host synchronisation."""
+    """End a step for many amax histories, without a host synchronization.
+
+    Histories with equal settings are updated together.
+
+    A tensor that was not recorded, or was all zero, leaves history and scale unchanged, so ending a
+    step twice equals ending it once. A non-finite amax never enters the history: the scale of that
+    step was NaN, and the next step uses the amax from before.
+    """
     groups: dict[tuple[Window, torch.device], list[AmaxHistory]] = {}
     for window in windows:
         groups.setdefault((window.window, window.live.device), []).append(window)
@@ -130,8 +160,10 @@ def roll_history(windows: list[AmaxHistory]) -> None:
         rolled = torch.cat((seen[:, None], history[:, :-1]), dim=1)
         history = torch.where(seen[:, None] > 0, rolled, history)
         newest = history.amax(dim=1) if settings.algorithm == "max" else history[:, 0]
+        # margin is an exponent of two, so this multiplication is exact.
         in_use = torch.where(seen > 0, newest * 2.0**settings.margin, in_use)
         zero = torch.zeros_like(in_use)
+        # Write into the existing buffers: CUDA graphs hold their addresses.
         torch._foreach_copy_([member.history for member in members], list(history))
         torch._foreach_copy_([member.live for member in members], list(torch.stack((in_use, zero, zero), dim=1)))
         torch._foreach_add_([member.nonfinite for member in members], list(poisoned.to(torch.int64)[:, None]))

@@ -1,4 +1,10 @@
-"""For autograd functions: `no_double_backward`, `asked_for` and `column_sums` in backward, `alias_while_compiling` for a result."""
+"""Rules shared by the autograd functions of this package.
+
+no_double_backward      raises on second derivatives and vmap over backward
+asked_for               inputs whose gradient this backward pass computes
+column_sums             gradient of a bias
+alias_while_compiling   works around a Dynamo bug for functions that return a buffer
+"""
 
 from __future__ import annotations
 
@@ -13,17 +19,21 @@ Backward = Callable[..., Any]
 
 
 def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]:
-    """For the `backward` of a function, called `what`: second derivatives and vmap raise TransformError, which says `way_on`.
+    """Decorate a `backward`: second derivatives and vmap raise TransformError.
 
-    torch's own `once_differentiable` raises only where the gradient that comes in has a graph itself. `torch.autograd.grad(...,
-    create_graph=True)` and `functional.hessian` begin with one that has none: the second derivative is zero, or None, without a word.
-    A compiled backward pass has its own refusal.
+    what    name of the function in the message
+    way_on  next step in the message
+
+    torch's `once_differentiable` raises only if the incoming gradient has a
+    graph. The gradients that `torch.autograd.grad(..., create_graph=True)`
+    and `functional.hessian` start from have none, so the second derivative
+    would be zero or None without an error. Compiled code has its own check.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
-            # create_graph=True alone leaves gradients enabled
+            # Gradients are enabled inside a backward pass only under create_graph=True.
             if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_mapped(gradients)):
                 from narrowgauge.nn.transforms import refuse_backward
 
@@ -35,16 +45,18 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
     return decorate
 
 
-def _is_mapped(gradients: tuple[Any, ...]) -> bool:  # by vmap: of torch.func, or the older one of is_grads_batched
+def _is_mapped(gradients: tuple[Any, ...]) -> bool:
+    # is_grads_batched=True still uses the vmap before torch.func, with batched tensors of its own.
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     return torch._C._are_functorch_transforms_active() or any(map(is_batched, filter(torch.is_tensor, gradients)))
 
 
 def asked_for(ctx: Any) -> tuple[bool, ...]:
-    """Per input of a function, in its backward: whether this backward pass goes on to it.
+    """For each input of a function, return True if this backward pass computes its gradient.
 
-    `ctx.needs_input_grad` is of the forward pass. A schedule of pipelines without bubbles runs the backward of a function twice, once
-    for the gradient of its input and once for that of its weight, and each would compute both.
+    `ctx.needs_input_grad` describes the forward pass. Zero-bubble pipeline schedules call the
+    backward of one function twice, first for the gradient of its input, then for the gradient of
+    its weight. Without this test each call would compute both.
     """
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if torch.compiler.is_compiling():
@@ -52,6 +64,8 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
     asked, node = [], 0
     nodes = ctx.next_functions
     for each in needs:
+        # next_functions has one entry per tensor input, without a node if the tensor requires no
+        # gradient. Skip those entries, and the inputs that are no tensors.
         while each and nodes[node][0] is None:
             node += 1
         asked.append(each and _goes_on_to(nodes[node][0]))
@@ -63,21 +77,27 @@ def _goes_on_to(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # Of a leaf whose gradient `torch.autograd.grad` returns it does not say so: it asks for that one.
+        # The engine raises for leaves whose gradient `torch.autograd.grad`
+        # returns. They are wanted.
         return True
 
 
 def alias_while_compiling(y: Tensor) -> Tensor:
-    """y, as a view while torch.compile traces. In eager mode y itself: a view may not be changed in place by who receives it.
+    """Return a view of y under torch.compile, and y itself in eager mode.
 
-    Dynamo of torch 2.11, not of 2.13, passes zero to the backward of a function that returns the tensor that its forward wrote in place
-    into, and says nothing: every gradient behind it is zero.
+    In eager mode a view would forbid the caller to change the result in place.
     """
+    # Dynamo of torch 2.11 (fixed in 2.13) passes a zero gradient to the backward of a function that
+    # returns a buffer that its forward wrote. Every gradient behind it is zero, without an error.
+    # Returning a view avoids that.
     return y.view(y.shape) if torch.compiler.is_compiling() else y
 
 
 def column_sums(gy: Tensor, dtype: torch.dtype) -> Tensor:
-    """gy [T, N] -> [N], summed in float32 and rounded once; one kernel, as in torch's Linear, where no 16-bit type becomes another."""
+    """gy [T, N] -> [N]: sum over T in float32, rounded once to `dtype`.
+
+    One kernel, as in nn.Linear, unless one 16-bit dtype is converted to the other.
+    """
     if dtype in (gy.dtype, torch.float32):
-        return gy.sum(dim=0, dtype=dtype)  # torch sums 16 bits in float32
+        return gy.sum(dim=0, dtype=dtype)  # torch accumulates 16-bit inputs in float32
     return gy.sum(dim=0, dtype=torch.float32).to(dtype)

@@ -1,17 +1,20 @@
-"""Who may have the casts of an operand already, asked about one role in this order:
+"""Caches of quantized operands, searched in this order for each role:
 
-    InputCasts       x    what computed it cast it as well (`fuse`), or a sister layer that reads the same tensor did: q, k and v
-    PrecastSource    w    the optimizer's step left them beside the weight (`ops.quantize.precast_weight`)
-    WeightCache      w    made earlier in this optimizer step; what nobody has is made now, and kept here
-    GradientCasts    gy   what computed the gradient cast it as well
+    InputCasts       x    casts by the fused function that computed x (`fuse`), or by another layer
+                          that reads the same tensor (q, k and v)
+    PrecastSource    w    casts left by the optimizer's step (`ops.quantize.precast_weight`)
+    WeightCache      w    casts made earlier in this optimizer step; new casts are stored here
+    GradientCasts    gy   casts by the fused function that computed the gradient
 
-`lookup(operand)` gives the casts that there are, to which those are added that are made now, or None for an unknown tensor. Another source
-(gathered codes, a message's) is one more object with it in a context's `sources`.
+`lookup(operand)` returns a Casts object, possibly empty, to which new casts are added, or None for
+an unknown tensor. Other sources (gathered codes, codes of a message) implement `lookup` and are
+listed in `LinearContext.sources`.
 
-All of them go by one key, `addresses.validity`. It contains `_version`, which misses writes through `.data`, NumPy and raw pointers:
-`weight_cache` compares the bytes of a weight besides. Casts are kept from one optimizer step to the next only, and a forward pass
-without gradients never reads a kept one. Copies and pickles begin empty. torch.compile bypasses caches: its code casts weights at
-every call.
+All caches compare one key, `addresses.validity`. It contains `_version`, which does
+not change on writes through `.data`, NumPy or raw pointers, so `weight_cache` compares
+the bytes of a weight too. Casts live for at most one optimizer step. A forward pass
+without gradients never reads a cached cast of a weight. Copies and pickles start
+empty. torch.compile bypasses the caches: compiled code casts weights at every call.
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ from torch import Tensor
 from narrowgauge.addresses import Key, validity
 from narrowgauge.nn.operands import Casts, Operand
 
-NUMBERS = itertools.count()  # of inputs
+NUMBERS = itertools.count()  # one per input tensor, for AmaxHistory.saw
 
 
 @dataclass(eq=False)
 class CacheStats:
-    """made: casts that were handed over; taken: how often a layer took one."""
+    """Counters of casts by fused functions.
+
+    made   casts that were handed over to readers
+    taken  number of times that a layer used one
+    """
 
     made: int = 0
     taken: int = 0
@@ -39,11 +46,14 @@ class CacheStats:
 
 @dataclass(eq=False)
 class InputCasts:
-    """The casts of one input.
+    """The casts of one input tensor.
 
-    made     (key, casts, who counts them) of what computed it, then of layers that read it, which nobody counts
-    readers  the layers (by id) that took a share, in order
-    number   its own, which no other input has
+    input    weak reference to the tensor
+    key      `addresses.validity` of the tensor
+    made     (key, casts, stats): first the casts of the producer, with its counters, then the casts
+             of layers that read the tensor, with stats None
+    readers  id -> weak reference of each layer that read the entry, in order
+    number   unique number of the input
     """
 
     input: weakref.ref[Tensor]
@@ -53,9 +63,15 @@ class InputCasts:
     number: int = field(default_factory=NUMBERS.__next__)
 
     def lookup(self, operand: Operand) -> Casts | None:
-        """operand: of the input as [T, K], another object than the one that this goes by."""
+        """Return the casts that fit this operand, or new ones that later readers can share.
+
+        operand  the input as [T, K]; its tensor may be another object than `input`, as a reshaped
+                 view is
+        """
         shared = operand.share_key()
         for key, casts, stats in self.made:
+            # Casts of a producer match on the cast alone. Casts of another layer must also agree in
+            # delayed scaling, rotation and tensors saved for backward.
             if key == (shared if stats is None else _precast_key(operand)):
                 if stats is not None:
                     stats.taken += 1
@@ -66,36 +82,40 @@ class InputCasts:
         return self.made[-1][1]
 
     def was_read(self, reader: Any) -> None:
-        """By a layer, which found what it needs; casts that nobody else read when it was last here go now, not with the input."""
+        """Drop the casts if this layer was the last reader of its input in the previous pass.
+
+        Memory is then free before the input itself is. reader: the layer, after it took its casts.
+        """
         if reader.reads_last:
             self.made.clear()
 
     def close(self) -> None:
-        """Another input comes: who read this one last will know it next time."""
+        """Note which layer read the entry last, for `was_read` in the next pass."""
         readers = [each for found in self.readers.values() if (each := found()) is not None]
         for each in readers:
-            # Past torch's `__setattr__`, which fails while the interpreter ends: an input may go after torch's names have gone.
+            # nn.Module.__setattr__ fails at interpreter exit: an input may be
+            # freed after torch's globals.
             each.__dict__["reads_last"] = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
-        """Hands over the operand's casts with the input, for every layer whose operand is like this one."""
+        """Attach casts to the input, for every layer whose operand has the same key."""
         self.made.append((_precast_key(operand), operand.casts, stats))
         stats.made += 1
 
 
 def _precast_key(operand: Operand) -> Key:
-    """What layers that may take the same casts of x have in common."""
+    """The settings on which layers must agree to use one cast of x by its producer."""
     plan = operand.plan
     cols = plan.cols if operand.keeps_codes else None
     return plan.rows, plan.rows_expand, cols, cols is not None and plan.transposes
 
 
 class SharedInputs:
-    """The casts of the input that the layers of one model saw last (`convert` installs it).
+    """Cache with one entry: the input that the layers of a model read last. `convert` installs it.
 
-    It serves only the very tensor object with its numbers unchanged, and each layer once: a layer that reads it again is in another forward
-    pass, and it may have been refilled where its version does not show it. The entry goes when the tensor goes, when another comes, and
-    when `advance` ends the step; it is replaced as a whole, so threads see the old one or the new one.
+    An entry is valid only for the same tensor object with an unchanged key, and once per layer. The
+    entry is dropped when the tensor is freed, when another input arrives, and when `advance` ends
+    the step. It is replaced as a whole, so a thread reads either the old entry or the new one.
     """
 
     def __init__(self) -> None:
@@ -103,23 +123,27 @@ class SharedInputs:
         self.gradients = GradientCasts()
 
     def of(self, x: Tensor, reader: object | None = None, owner: Tensor | None = None) -> InputCasts | None:
-        """What there is of x for the layer `reader`, or for what made x; None for a tensor without a version.
+        """Return the entry of x, created if needed; None for a tensor without a version counter.
 
-        owner: the tensor that x is a view of, if x is another object for each reader.
+        reader  the layer that reads x; None for the function that computed x
+        owner   the tensor that x is a view of, if each reader receives another view object
         """
         if (key := validity(x)) is None:
             return None
         entry, x = self._entry, x if owner is None else owner
+        # A second read by the same layer belongs to another forward pass. The buffer may have been
+        # refilled through NumPy or `.data`, which leaves `_version` unchanged.
         if entry is None or entry.input() is not x or entry.key != key or id(reader) in entry.readers:
             if entry is not None:
                 entry.close()
+            # A weak reference: the cache must not keep activations alive.
             entry = self._entry = InputCasts(weakref.ref(x, self._forget), key)
         if reader is not None:
             entry.readers[id(reader)] = weakref.ref(reader)
         return entry
 
     def clear(self) -> None:
-        """Forgets the entry, and the gradients."""
+        """Drop the entry and the gradients."""
         if self._entry is not None:
             self._entry.close()
         self._entry = None
@@ -136,18 +160,21 @@ class SharedInputs:
 
 
 class GradientCasts(dict[Key, tuple[Tensor, Casts]]):
-    """The casts of gradients that a backward pass has computed and not read yet.
+    """Casts of gradients that were computed in this backward pass and not read yet.
 
-    A gradient comes back through views and as another object, so it is known by its memory, which is held until its casts are taken or the
-    step ends, and by its version, which every view of it shares.
+    Autograd passes a gradient on as another object and through views, so the key is the memory
+    address and the version, which all views share. The tensor is held until its casts are read or
+    the step ends. Otherwise its address could be reused.
     """
 
     def put(self, gradient: Tensor, casts: Casts) -> None:
-        """Hands over `casts` with a gradient, contiguous, that nobody else holds."""
+        """Attach casts to a gradient that is contiguous and has no other owner."""
+        # The key of a flat view, since it contains shape and strides, and
+        # readers receive other views.
         if (key := validity(gradient.view(-1))) is not None:
             self[key] = gradient, casts
 
     def lookup(self, operand: Operand) -> Casts | None:
-        """Once, if the tensor is a view of the same elements, unchanged."""
+        """Return and remove the casts of an unchanged view of all elements; None for others."""
         key = validity(operand.tensor.view(-1)) if self and operand.tensor.is_contiguous() else None
         return None if key is None or key not in self else self.pop(key)[1]

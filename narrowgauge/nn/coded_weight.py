@@ -1,17 +1,23 @@
-"""A frozen Parameter that is stored as codes alone, and decodes for whoever reads it.
+"""A frozen Parameter that is stored as codes alone and dequantizes when code reads it.
 
-    layer.weight.norm(dim=1)        reads what the codes decode to, in the dtype of the Parameter
-    F.linear(x, layer.weight)       the same: PEFT's DoRA, exporters and loggers read weights in this way
-    layer.weight.data += delta      the layer keeps the sum as an ordinary weight from then on, and its codes are dropped
+    layer.weight.norm(dim=1)        reads the dequantized weight, in the dtype of the Parameter
+    F.linear(x, layer.weight)       likewise: PEFT's DoRA, exporters and loggers read weights so
+    layer.weight.data += delta      the sum becomes an ordinary weight; the codes are dropped
 
-torch calls `__torch_function__` for every operation that has such a Parameter among its operands. Operations that need no numbers
-(shape, dtype, device) answer for the Parameter itself. All others get a decoded copy, [out_features, in_features], which lives as long
-as its reader holds it. An operation that writes to the copy, or to a view of the copy, raises the copy's version. The copy then becomes
-the layer's weight, so that no write is lost.
+torch calls `__torch_function__` for every operation that has such a Parameter among its operands.
+Operations on metadata (shape, dtype, device) answer for the Parameter itself. All other operations
+receive a dequantized copy, [out_features, in_features], which lives as long as its reader holds it.
+A write to the copy, or to a view of the copy, raises its version. The copy then replaces the
+layer's weight, so no write is lost.
 
-Two reads hand out memory without a version. Arrays of numpy are read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the
-layer's next forward pass, and a write through it is lost. The storage of the Parameter is the placeholder, so that memory is counted
-as it is.
+Two kinds of read hand out memory without a version counter. NumPy arrays are
+made read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the
+layer's next forward pass, and a write through it is lost. The storage of the
+Parameter is the placeholder, so memory measurements count no 16-bit weight.
+
+Rejected: a subclass with `__torch_dispatch__`. It sees every operator, but a Parameter cannot
+become one in place, and `.to` swaps it. Decoding state dicts at once: saving an adapter would
+decode the whole base model. Storing codes alone in files: plain torch cannot load them.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 Function = Callable[..., Any]
 
-# Methods that say something about a Parameter without its numbers. Properties do so too, but for these.
+# Properties are metadata except these, which return the values. Methods in _DESCRIBE are metadata.
 _NUMBERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"))
 _DESCRIBE = frozenset(
     (
@@ -37,24 +43,28 @@ _DESCRIBE = frozenset(
         "_has_symbolic_sizes_strides", "dim_order", "is_coalesced",
     )
 )  # fmt: skip
-_LAYOUT = frozenset(("stride", "is_contiguous", "storage_offset"))  # of the decoded tensor, not of the placeholder
+_LAYOUT = frozenset(("stride", "is_contiguous", "storage_offset"))  # of the dequantized tensor
 _STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 _POINTERS = frozenset(("data_ptr", "__dlpack__", "__cuda_array_interface__"))
 
 
 class Codes(Protocol):
-    """The codes of a weight, as `nn.frozen.FrozenWeight` has them."""
+    """The codes of a weight. `nn.frozen.FrozenWeight` implements it."""
 
     def original(self, weight: Tensor) -> Tensor: ...
 
 
 class CodedWeight(nn.Parameter):
-    """See the module. Made of a Parameter in place (`hold`), so that everything that refers to it keeps doing so.
+    """A Parameter whose values come from codes. See the module docstring.
 
-    _codes   where its numbers are
-    _owner   the layer that takes the decoded copy when somebody writes to it; a weak reference to it and a function
-    _lent    a decoded copy that stays: of an entry of a state dict from its first read on, else while a raw pointer may be in use
-    _stays   whether it is an entry of a state dict
+    `hold` turns an ordinary Parameter into one in place, so every reference to it stays valid.
+
+    _codes   source of the values
+    _owner   (weak reference to the layer, function that gives the layer a written copy as its
+             weight)
+    _lent    a dequantized copy that is reused: for an entry of a state dict from its first read on,
+             for others while a raw pointer may be in use
+    _stays   True for an entry of a state dict
     """
 
     _codes: Codes
@@ -63,28 +73,33 @@ class CodedWeight(nn.Parameter):
     _stays = False
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """An ordinary Parameter: libraries that move weights build a new one of the class of the old one."""
+        """Build an ordinary Parameter: libraries that move weights call `type(old)(new_data)`."""
         return nn.Parameter(data, requires_grad)
 
     def decoded(self) -> Tensor:
-        """[out_features, in_features] in the Parameter's dtype, a copy unless one is lent already."""
+        """[out_features, in_features] in the Parameter's dtype: a new copy, or `_lent`."""
         if self._lent is not None:
             return self._lent
         placeholder = plain(self)
+        # A tensor made in inference mode could not be saved for backward by a later training step.
         with torch.inference_mode(False), torch.no_grad():
             found = self._codes.original(placeholder)
         if self._stays:
+            # safetensors reads the tensor twice, the second time for the end of its memory.
             self._lent = found
         return found
 
     def take_over(self, whole: Tensor) -> None:
-        """The layer keeps this instead of the codes, unless it dropped them before."""
+        """Make `whole` the layer's weight, unless the layer has dropped these codes already."""
         layer, give_back = self._owner[0](), self._owner[1]
         if layer is not None and layer.frozen is self._codes:
             give_back(layer, whole)
 
     def entry(self) -> CodedWeight:
-        """A second view of the same codes for a state dict, which decodes when it is first read, and stays decoded."""
+        """Return a second view of the same codes for a state dict.
+
+        It is decoded at its first read and keeps the decoded tensor.
+        """
         found = hold(nn.Parameter(plain(self).view_as(plain(self)), requires_grad=False), self._codes, self._owner)
         found._stays = True
         return found
@@ -95,12 +110,14 @@ class CodedWeight(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files hold the decoded tensor, which plain torch loads."""
+        """Pickle the dequantized tensor, which plain torch loads."""
         if self._stays:
             return self.decoded().__reduce_ex__(protocol)
         return nn.Parameter(self.decoded(), plain(self).requires_grad).__reduce_ex__(protocol)
 
     @classmethod
+    # Dynamo traces into `__torch_function__` and fails in its own guard on
+    # strides (torch 2.13), so reads run in eager mode.
     @_disable_dynamo
     def __torch_function__(
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,7 +126,7 @@ class CodedWeight(nn.Parameter):
 
 
 class LentWeight(Tensor):
-    """A view of a decoded copy. It computes as any tensor does, and reports the first write to its CodedWeight."""
+    """A view of a dequantized copy. It reports a write to its CodedWeight."""
 
     _weight: CodedWeight
     _whole: Tensor
@@ -129,7 +146,7 @@ class LentWeight(Tensor):
 
 
 def hold(weight: Tensor, codes: Codes, owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]) -> CodedWeight:
-    """The same Parameter, which decodes from now on."""
+    """Turn a Parameter into a CodedWeight in place and return it."""
     weight.__class__ = CodedWeight
     assert isinstance(weight, CodedWeight)
     weight._codes, weight._owner, weight._lent = codes, owner, None
@@ -137,21 +154,22 @@ def hold(weight: Tensor, codes: Codes, owner: tuple[weakref.ref[Any], Callable[[
 
 
 def release(weight: Tensor) -> None:
-    """The same Parameter, ordinary again, with the numbers that its memory has."""
+    """Turn a CodedWeight into an ordinary Parameter in place, with the values in its own memory."""
     weight.__class__ = nn.Parameter
     for name in ("_codes", "_owner", "_lent", "_stays"):
         weight.__dict__.pop(name, None)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """The memory behind a CodedWeight (a placeholder of NaN) or a LentWeight, as a tensor without a class of its own."""
+    """Return the memory of a CodedWeight (a placeholder of NaN) or a LentWeight as a Tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return weight.as_subclass(Tensor)
 
 
 def _called(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One operation with a CodedWeight or a LentWeight among its operands."""
+    """Run one operation with a CodedWeight or a LentWeight among its operands."""
     name, accessor = func.__name__, ""
+    # A property arrives as the slot wrapper of its descriptor, which holds the property's name.
     if name in ("__get__", "__set__", "__delete__"):
         name, accessor = func.__self__.__name__, name  # type: ignore[attr-defined]
     if name in _DESCRIBE or (accessor and name not in _NUMBERS):
@@ -160,12 +178,15 @@ def _called(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     first = args[0] if args else None
     if type(first) is CodedWeight:
         if name in _LAYOUT:
+            # The placeholder has strides of zero. The dequantized tensor is contiguous.
             return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+        # state_dict calls detach on every Parameter.
         if name == "detach":
             return first.entry()
         if name == "data" and accessor == "__set__":
             first.take_over(_readable(args[1]))
             return None
+        # Measurements of memory look at storages, and must find the placeholder.
         if name in _STORAGES and not first._stays:
             return func(plain(first), *args[1:], **kwargs)
         if name in _POINTERS:
@@ -177,14 +198,15 @@ def _called(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _readable(value: Any) -> Any:
-    """A value without classes of this module."""
+    """Return a value without the classes of this module: CodedWeight is dequantized."""
     if type(value) is CodedWeight:
         return value.decoded()
     return plain(value) if type(value) is LentWeight else value
 
 
 def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on decoded copies. Notices what it wrote, and which results are views of a copy."""
+    """Run the operation on dequantized copies, then detect writes and wrap views of a copy."""
+    # id -> (operand, its CodedWeight, the whole copy, the tensor passed on, its version before)
     read: dict[int, tuple[Tensor, CodedWeight, Tensor, Tensor, int]] = {}
 
     def opened(value: Any) -> Any:
@@ -204,9 +226,11 @@ def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     def closed(value: Any) -> Any:
         for given, weight, whole, tensor, version in read.values():
+            # An in-place operation returns its operand: return the Parameter, not the copy.
             if value is tensor and (type(given) is LentWeight or tensor._version != version):
                 return given
             if isinstance(value, Tensor) and type(value) is Tensor and _same_memory(value, whole):
+                # A view shares the copy's version, so a later write through it is detected as well.
                 lent = value.as_subclass(LentWeight)
                 lent._weight, lent._whole = weight, whole
                 return lent

@@ -1,13 +1,16 @@
-"""Dropout whose noise is computed where it is read: on the CPU, from a key and the number of the element (`ops.random`).
+"""Dropout on the CPU with noise that is a function of (key, element index), see `ops.random`.
 
-    y[i] = round(x[i] * s)     where uniform[i] >= p, else 0;      s = 1 / (1 - p) in float32; uniform in steps of 2^-24
-    dx[i] = round(dy[i] * s)   where uniform[i] >= p, else 0
+    y[i]  = round(x[i] * s)    if uniform[i] >= p, else 0     s = 1 / (1 - p) in float32
+    dx[i] = round(dy[i] * s)   if uniform[i] >= p, else 0     uniform in steps of 2^-24
 
-torch draws one number after the other from one generator, on one thread, and keeps a mask in x's type for backward. Here a draw takes two
-numbers of torch's generator however large x is, all threads compute, and backward computes the noise again: nothing is kept. So what
-repeats a forward pass from the generator's state (checkpointing, a run that is resumed) repeats it to the bit.
+torch draws the mask element by element from one generator on one thread, and saves
+it for backward in x's dtype. Here a call draws two numbers from torch's generator,
+independent of the size of x. All threads compute, and backward recomputes the
+noise, so no mask is saved. Code that restores the generator and repeats a forward
+pass (activation checkpointing, a resumed run) repeats it bit for bit.
 
-Elsewhere (on a GPU, under torch.compile, without a C++ compiler, for types other than float32 and bfloat16) it is torch's.
+torch's own dropout runs on a GPU, under torch.compile, without a C++
+compiler, and for dtypes other than float32 and bfloat16.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from narrowgauge.ops import random
 from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.registry import device_facts
 
+# Elements of one unit of work in dropout.cpp.
 BLOCK = 4096
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
@@ -37,7 +41,7 @@ LIBRARY = Library(("dropout.cpp",), "dropout", _SIGNATURES)
 
 
 class CountedDropout(nn.Dropout):
-    """nn.Dropout with noise by the number of the element. p and inplace as there; in place it is torch's."""
+    """nn.Dropout with counter-based noise. inplace=True uses torch's dropout."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0 or self.inplace or _refuse(input):
@@ -46,7 +50,10 @@ class CountedDropout(nn.Dropout):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """x of any shape, float32 or bfloat16 on the CPU, with a share p of its elements zero and the others divided by 1 - p."""
+    """Set a share p of the elements of x to zero and divide the others by 1 - p.
+
+    x  any shape, float32 or bfloat16, on the CPU
+    """
     key = random.draw((), torch.device("cpu"))
     assert isinstance(key, random.Key) and isinstance(key.words, tuple)
     y: Tensor = _Dropout.apply(x, p, key.words)
@@ -54,7 +61,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def use_counted_dropout(model: nn.Module) -> int:
-    """Gives torch's dropouts of a model this forward, in place; how many."""
+    """Replace the class of the model's nn.Dropout modules in place; return how many changed."""
     found = [module for module in model.modules() if type(module) is nn.Dropout and module.p > 0 and not module.inplace]
     for module in found:
         module.__class__ = CountedDropout
@@ -63,6 +70,7 @@ def use_counted_dropout(model: nn.Module) -> int:
 
 def reference(x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
     """The definition in plain torch."""
+    # Compare whole numbers below 2^24, as the C++ does: p itself has no exact float32 value.
     kept = random.reference(*words, tuple(x.shape)) * 2.0**24 >= math.ceil(p * 2**24)
     return torch.where(kept, x.to(torch.float32) * _scale(p), 0.0).to(x.dtype)
 
@@ -72,7 +80,7 @@ def _scale(p: float) -> float:
 
 
 def _refuse(x: Tensor) -> str:
-    """Why torch computes it, or ''."""
+    """Return the reason why torch's dropout runs instead, or ''."""
     if torch.compiler.is_compiling() or transforms.is_active(x) or (dry_run_on() is None and wrapper(x)):
         return "its memory is not at hand"
     if x.dtype not in DTYPES or device_facts(x.device.type, x.device.index).type != "cpu":

@@ -1,18 +1,20 @@
-"""Embeddings whose rows are looked up as integers of 4 or 8 bits, with a learned step: LSQ (arXiv 1902.08153).
+"""Embeddings whose looked-up rows are rounded to INT4 or INT8 with a learned step size (LSQ).
 
-    W [V, K] the weight, x [..., K] the rows that are looked up, s the step of the table, max 7 or 127
+    W [V, K] weight, x [..., K] looked-up rows, s step size of the table, max 7 or 127
 
     forward      q = round(clip(x / s)),  clip to -max ... max
                  y = s q                                                              [..., K]
-    backward     grad_x    = gy where x was not clipped, and so of W's rows
+    backward     grad_x    = gy where x was not clipped, else 0; likewise for the rows of W
                  grad_step = sum gy * (q - x / s where not clipped, else q) / sqrt(V K max)
 
-"Training Transformers with 4-bit Integers" (arXiv 2306.11987, section 5) has its embeddings so. s is a parameter of the layer and begins
-with 2 mean|W| / sqrt(max), as those of Linears do (`learned_step`, with one step of a cold start). Computed in float32; y has W's type.
+Source: LSQ (arXiv 1902.08153), as applied to embeddings in "Training Transformers
+with 4-bit Integers" (arXiv 2306.11987, section 5). s is a parameter of the layer.
+It starts at 2 mean|W| / sqrt(max), the rule for Linears (`learned_step`), with a
+cold start of one step. Arithmetic is float32, and y has W's dtype.
 
-The weight keeps its numbers, which the optimizer moves, and nothing is smaller for it: a model learns to live with a narrow table. A head
-that is tied to W reads W itself, or codes of its own recipe. Left out: what the paper's code does beside, a rotation of the rows and a
-rounding of their gradient.
+The optimizer updates the weight in its own precision, so nothing gets smaller: the model learns to
+work with a quantized table. A tied output head reads W itself, or W cast by its own recipe. Left
+out from the paper's code: a rotation of the rows and a rounding of their gradient.
 """
 
 from __future__ import annotations
@@ -36,21 +38,27 @@ WEIGHT = "w"
 
 
 class QEmbedding(nn.Embedding):
-    """nn.Embedding that gives its rows as integers times a learned step. `convert(embeddings=...)` makes them.
+    """nn.Embedding whose rows are integers times a learned step size.
 
-    steps         the learned step, parameter `steps.w`, log(step) / RATE
-    is_suspended  gives the rows as they are
+    `convert(embeddings=...)` creates it.
+
+    format        INT4 or INT8
+    steps         the learned step, parameter `steps.w`: log(step) / RATE, [1] float32
+    is_suspended  True: return the rows unquantized
     """
 
     format: IntFormat
     steps: LearnedSteps
     is_suspended: bool
-    __prepare_scriptable__ = transforms.refuse_script  # looked for by torch.jit.script
+    __prepare_scriptable__ = transforms.refuse_script  # called by torch.jit.script
     qconfig = property(None, transforms.refuse_qconfig)  # set by torch.ao.quantization
 
     @classmethod
     def adopt(cls, module: nn.Embedding, codes: Codes) -> QEmbedding:
-        """Turns an nn.Embedding into a QEmbedding in place: its identity, parameters, hooks and users stay the same."""
+        """Turn an nn.Embedding into a QEmbedding in place.
+
+        The module object, its parameters, hooks and users stay the same.
+        """
         module.__class__ = cls
         assert isinstance(module, cls)
         module.format, module.is_suspended = FORMATS[codes], False
@@ -60,7 +68,7 @@ class QEmbedding(nn.Embedding):
         return module
 
     def restore(self) -> None:
-        """An nn.Embedding again."""
+        """Turn it into an nn.Embedding again, in place."""
         step_end.forget(self)
         del self.steps
         for name in ("format", "is_suspended", "step_ended"):
@@ -82,36 +90,39 @@ class QEmbedding(nn.Embedding):
         return y
 
     def _step(self) -> Tensor:
-        """[1] float32. In the cold start that of the weights, of which the parameter has a gradient of zero: all ranks have one."""
+        """[1] float32. In the cold start the step is computed from the weight."""
         step = self.steps.get(WEIGHT)
         assert step is not None
         if not self.steps.is_cold:
             return step
+        # Read before no_grad below, where is_grad_enabled is always False
+        # and the cold start would never end.
         writes = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             found = 2 * self.weight.detach().float().abs().mean().reshape(1) / math.sqrt(self.format.max)
             there = found.isfinite() & (found > 0)
             found = self.steps.put(WEIGHT, torch.where(there, found, step.detach()), there, writes)
+        # Add the parameter times zero: it then has a gradient on every rank, which DDP waits for.
         return found + 0.0 * (step - step.detach())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.format} with a learned step"
 
-    # --- what the end of an optimizer step asks of a layer (`step_end`)
+    # --- interface that `step_end` requires of a layer
 
-    recipe = peers = scaling = sampling = None  # nothing that ranks would have to agree on: their weights are the same
+    recipe = peers = scaling = sampling = None  # ranks exchange nothing: equal weights, equal steps
     warned_of_ranks = False
-    suspects = ()  # no casts are kept
+    suspects = ()  # no casts are cached, so no write can be missed
 
     def _for_step_end(self) -> None:
         self.step_ended = False
         step_end.follow_layer(self)
 
     def end_step(self) -> None:
-        """Nothing is kept from step to step but the learned step."""
+        """Do nothing: the learned step is the only state."""
 
     def empty_cache(self, keep: bool = False) -> None:
-        """As above."""
+        """Do nothing: no casts are cached."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -119,7 +130,13 @@ class QEmbedding(nn.Embedding):
 
 
 class _Rounded(torch.autograd.Function):
-    """y of x, [..., K] of any float type, and the step, [1] float32. Keeps x alone for backward."""
+    """Fake quantization with LSQ's gradients. Saves x and the step for backward.
+
+    x       [..., K], any float dtype
+    step    [1] float32
+    most    largest code
+    scale   factor of the gradient of the step
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step: Tensor, most: float, scale: float) -> Tensor:

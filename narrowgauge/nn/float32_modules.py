@@ -1,17 +1,18 @@
 """Modules of a 16-bit model that keep float32 weights and arithmetic, and the list that names them.
 
-    y = round(module(float32(x)))          weights, statistics and sums in float32; x and y in the 16 bits of the model
+    y = round(module(float32(x)))     weights, statistics and sums in float32; x, y in 16 bits
 
-Each tensor that goes in is widened and each that comes out is rounded once, to the type of the first that came in, so whoever reads y
-finds the type that all other layers have. That holds whatever casts a module has of its own: transformers' RMSNorms widen x and round
-before they multiply by their weight, nn.LayerNorm takes x and weight of one type. Kept for backward is what the module keeps in float32;
-kernels of `fuse` keep x in its 16 bits.
+Tensor inputs are converted to float32. Outputs are rounded once, to the dtype of the first float
+input, so the next layer reads the model's dtype. This holds for modules that cast internally too:
+transformers' RMSNorms compute in float32 and round before they multiply by their weight, and
+nn.LayerNorm requires x and weight of one dtype. The module saves float32 tensors for backward. The
+kernels of `fuse` save x in 16 bits.
 
-An entry of the list is a kind or a pattern of names (see `structure`):
+An entry of the list is a kind, as below, or a pattern of module names (see `structure`):
 
-    norms         modules without children whose class is called a norm, and whose weights have one axis
-    embeddings    nn.Embedding, and the layers that hold the same weight
-    softmax       of attention: no module, so it is for whoever chooses the attention (`train.attention`)
+    norms         modules without children, named as a norm by their class, with 1-d weights
+    embeddings    nn.Embedding, and layers that hold the same weight
+    softmax       softmax of attention: not a module, so `train.attention` reads this entry
     layers.0.*    modules with weights of their own at or below these names
 """
 
@@ -33,18 +34,24 @@ NORMS, EMBEDDINGS, SOFTMAX = KINDS = ("norms", "embeddings", "softmax")
 
 @dataclass(eq=False)
 class Float32Forward:
-    """Called in the place of the `forward` of `module`. Inputs that are float32 already come out as float32: autocast, a probe."""
+    """Replaces the `forward` of `module`.
+
+    module   the module, with float32 weights
+    output   dtype of the result if no input is a float tensor, as for an embedding
+
+    float32 inputs give float32 outputs, under autocast and in probes too.
+    """
 
     module: nn.Module
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         narrow = next((each.dtype for each in (*given, *options.values()) if _is_float(each)), self.output)
+        # The class's forward: the instance attribute `forward` is this object.
         forward: Any = type(self.module).forward
         wide = tree_map(_wide, (given, options))
         y = forward(self.module, *wide[0], **wide[1])
         return tree_map(lambda each: each.to(narrow) if _is_float(each) else each, y)
 
-    # of a module that reads no floats: an embedding
     output: torch.dtype = torch.bfloat16
 
 
@@ -57,15 +64,20 @@ def _wide(x: Any) -> Any:
 
 
 def to_16_bits(model: nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> tuple[str, ...]:
-    """Gives the parameters of `model` the type `dtype`, in place, but for those that the list `keep` names; the names of their modules.
+    """Convert the parameters of `model` to `dtype` in place, except for the modules in `keep`.
 
-    Before `convert` and `fuse`. Buffers stay as they are: rotary frequencies in bfloat16 would be wrong by 2**-9. A parameter that several
-    modules hold is kept in all of them. Raises ConfigError for an entry that names nothing, with the closest names; norms and softmax may.
+    keep    entries as in the module docstring
+    ->      names of the modules that stay in float32
+
+    Call it before `convert` and `fuse`. A shared parameter stays float32 in
+    every module that holds it. Raises ConfigError, with the closest names,
+    for a pattern that matches nothing. The kinds may match nothing.
     """
     require_module(model, "to_16_bits")
     names = _named(model, tuple(keep))
     modules = dict(model.named_modules())
     kept = {id(parameter) for name in names for parameter in modules[name].parameters(recurse=False)}
+    # Buffers keep their dtype: rotary frequencies in bfloat16 would have an error of 2**-9.
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
@@ -77,7 +89,7 @@ def to_16_bits(model: nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> tup
 
 
 def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that compute in float32, by their names; also where `fuse` computes them since."""
+    """Name -> module for all modules that compute in float32, fused ones included."""
     found = {}
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
@@ -87,7 +99,7 @@ def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def summary(names: Iterable[str]) -> str:
-    """Of names of modules, those that differ in numbers alone once: "layers.*.input_layernorm (4)"."""
+    """Join module names, equal but for numbers only once: "layers.*.input_layernorm (4)"."""
     groups: dict[str, int] = {}
     for name in names:
         plain = ".".join("*" if part.isdecimal() else part for part in name.split("."))
@@ -96,13 +108,13 @@ def summary(names: Iterable[str]) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """By its class's name, without children, with weights of one axis or none."""
+    """True for a class named as a norm, without children, with 1-d weights or none."""
     named = any("norm" in kind.__name__.lower() for kind in type(module).__mro__ if kind is not nn.Module)
     return named and not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
 
 
 def _named(model: nn.Module, keep: tuple[str, ...]) -> list[str]:
-    """The modules that a list names, in the model's order."""
+    """Names of the modules that the entries select, in the model's order."""
     own = {
         name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
     }
@@ -119,13 +131,14 @@ def _named(model: nn.Module, keep: tuple[str, ...]) -> list[str]:
             if not below:
                 raise ConfigError(
                     f"keep_float32: {entry!r} names no module with weights. Closest: {closest(entry, [*KINDS, *own]) or 'none'}. "
-                    f"It is one of {', '.join(KINDS)}, or a pattern of names."
+                    f"It is one of {', '.join(KINDS)}, or a pattern of names.",
+                    code="pattern.no-match",
                 )
             found |= below
     return [name for name in own if name in found]
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether the pattern means this module or one that holds it."""
+    """True if the pattern matches this name or the name of a module that contains it."""
     parts = name.split(".")
     return any(matches(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))

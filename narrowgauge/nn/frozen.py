@@ -1,19 +1,25 @@
-"""A weight that does not train, as the codes of its forward cast alone: [N, K] codes and their scales, and no 16-bit copy.
+"""A frozen weight stored as the codes and scales of its forward cast, without a 16-bit copy.
 
-    output       codes as they are: the bits of the layer before, whose cast of its weight they are
-    grad_input   codes turned, where the cast of w.T is the cast of w transposed (one scale per tensor, square tiles): the same bits too
-                 else w is decoded, for the length of one product, and cast along its other axis
+    output       reads the codes; bit-identical to the layer before freezing
+    grad_input   reads the transposed codes where the cast of w.T equals the transposed cast of w
+                 (one scale per tensor, square tiles): bit-identical too. Else dequantizes w for one
+                 GEMM and casts it along the other axis
 
-From now on the weight is what its codes decode to. Casting that along the other axis loses nothing more where scales are powers of two
-(fp8-row, mxfp8) and 2 to 3 dB of grad_input's weight where they are float32 (int8).
+The weight now equals its dequantized codes. A cast along the other axis adds no error if scales are
+powers of two (fp8-row, mxfp8). With float32 scales (int8) the weight in grad_input loses 2 to 3 dB.
 
-Kept: a byte per weight, or half of one, and scales, of powers of two a byte each (E8M0). Parameter `weight` stays, with its shape and type,
-and decodes for whoever reads it (`coded_weight`). A state dict of the layer has
+Memory: 1 byte per weight, 1/2 for 4-bit formats, plus scales. Power-of-two scales take one byte
+each (E8M0). The Parameter `weight` keeps its shape and dtype and dequantizes on read
+(`coded_weight`). A state dict of the layer has
 
-    weight          the decoded weight in its own dtype, decoded when it is first read: plain torch and transformers load it
-    frozen.codes    the codes, uint8; frozen.scale and frozen.global_scale their scales; frozen.words the cast that made them
+    weight          the dequantized weight in its own dtype, computed at the first read, so that
+                    plain torch and transformers load it
+    frozen.codes    the codes, uint8
+    frozen.scale    scales of the tiles; frozen.global_scale: scale of the whole tensor, if any
+    frozen.words    text of the cast that made the codes, uint8
 
-A layer that is frozen as codes loads the codes, bit for bit, unless `weight` was changed since: then it casts `weight`.
+A layer that is frozen as codes loads the codes bit for bit. If `weight` in the state dict was
+changed since it was saved, the layer casts `weight` instead.
 """
 
 from __future__ import annotations
@@ -37,11 +43,19 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import LearnedStep, Recipe
 from narrowgauge.scaling import from_exponents, to_exponents
 
-QLinear = Any  # nn.linear has what this holds
+QLinear = Any  # importing nn.linear here would be a cycle
 
 
 class FrozenWeight(LayerState):
-    """The codes of one layer's weight; a source of its casts, as gathered codes are (distributed.weights)."""
+    """Codes of one layer's weight [N, K], and a source of its casts.
+
+    `distributed.weights` is the counterpart for sharded weights.
+
+    codes         uint8, [N, K] or packed two to a byte
+    scale         scales of the tiles: E8M0 exponents (uint8) for power-of-two scales, else float32
+    global_scale  scale of the whole tensor for two-level formats, else None
+    words         uint8 text of the cast
+    """
 
     is_gathered, recasts, joins_graphs = True, False, False
     codes: Tensor  # uint8
@@ -50,7 +64,7 @@ class FrozenWeight(LayerState):
     global_scale: Tensor | None
 
     def __init__(self, layer: QLinear) -> None:
-        """Of a layer for which `refuse` has no reason. Its weight keeps its numbers until `release`."""
+        """Cast the layer's weight. `refuse(layer)` must be ''. `hold` frees the weight later."""
         super().__init__()
         self.recipe: Recipe = layer.recipe
         found = _cast(layer, layer.weight)
@@ -79,7 +93,7 @@ class FrozenWeight(LayerState):
         )
 
     def write(self, layer: QLinear, weight: Tensor) -> None:
-        """Takes the codes of another weight, [N, K]."""
+        """Replace the codes by those for another weight, [N, K]."""
         found = _cast(layer, weight)
         self.codes.copy_(found.data.contiguous().view(torch.uint8))
         self.scale.copy_(to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale)
@@ -87,17 +101,17 @@ class FrozenWeight(LayerState):
             self.global_scale.copy_(found.global_scale)
 
     def reset_parameters(self) -> None:
-        """Of what arrives from the meta device nothing is known."""
+        """Zero the codes: after `to_empty` from the meta device their memory is undefined."""
         self.codes.zero_()
         self.scale.zero_()
 
     def differs_in_words(self, state_dict: dict[str, Any], prefix: str) -> bool:
-        """Whether a state has codes of another cast, which mean other numbers."""
+        """True if a state dict has codes of another cast, which decode to other values."""
         given = state_dict.get(f"{prefix}words")
         return given is not None and bool(given.tolist() != self.words.tolist())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As ever; but codes of another cast are refused."""
+        """Load as nn.Module does, but report codes of another cast as an error."""
         if self.differs_in_words(state_dict, prefix):
             given = state_dict[f"{prefix}words"]
             made_by = bytes(given.tolist()).decode()
@@ -105,6 +119,7 @@ class FrozenWeight(LayerState):
                 f"{prefix}codes were made by the cast '{made_by}', recipe {self.recipe.name!r} has '{self.cast}'. Convert to the recipe "
                 "under which the weight was frozen, or save after narrowgauge.memory.thaw(model)."
             )
+            # Load the own buffers in their place, so that the codes stay as they are.
             state_dict = {name: each for name, each in state_dict.items() if not name.startswith(prefix)} | {
                 f"{prefix}{name}": each for name, each in self.named_buffers()
             }
@@ -113,7 +128,8 @@ class FrozenWeight(LayerState):
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         if any(each.is_meta for each in self.buffers()):
             raise ConfigError(
-                "The codes of a frozen weight are on the meta device, without numbers. Load the weights first, and freeze then."
+                "The codes of a frozen weight are on the meta device, without numbers. Load the weights first, and freeze then.",
+                code="freeze.meta-device",
             )
         return super()._apply(fn, recurse)
 
@@ -123,30 +139,37 @@ class FrozenWeight(LayerState):
         return recipe is self.recipe
 
     def invalidate(self) -> None:
-        """Nothing is made of them that could be forgotten."""
+        """Do nothing: the codes stay valid when the caches are cleared."""
 
     def hold(self, layer: QLinear) -> None:
-        """The layer's weight has no memory from now on, and decodes for whoever reads it. ConfigError if it is to train."""
+        """Free the memory of the layer's weight and make it dequantize on read.
+
+        Raises ConfigError if the weight requires a gradient.
+        """
         weight: Any = layer._parameters["weight"]
         if type(weight) is CodedWeight:
             coded_weight.release(weight)
         self._refuse_training(weight)
         shape = self.codes.shape[0], self.columns
         if any(weight.stride()) or weight.shape != shape:
+            # One element of NaN, expanded: a read that bypasses `__torch_function__` is visible.
             weight.data = weight.new_full((1, 1), float("nan")).expand(shape)
-        if type(weight) is nn.Parameter:  # a fake one only counts bytes
+        if type(weight) is nn.Parameter:  # not for fake parameters of a memory estimate
             coded_weight.hold(weight, self, (weakref.ref(layer), give_back))
 
     @staticmethod
     def placeholder(weight: Tensor) -> Tensor:
-        """The memory of the layer's weight: NaN, in its shape and dtype."""
+        """Return the memory of the layer's weight: NaN, in its shape and dtype."""
         return coded_weight.plain(weight)
 
     def check(self, layer: QLinear) -> None:
-        """Before the layer computes: ends the loan of a raw pointer, and drops the codes of a weight that was replaced since."""
+        """Check the weight before a forward pass.
+
+        A copy lent to a raw pointer is dropped. The codes are dropped if the weight was replaced.
+        """
         weight = layer._parameters.get("weight")
         if type(weight) is not CodedWeight:
-            is_held = weight is not None and not any(weight.stride())  # a fake one, which only counts bytes
+            is_held = weight is not None and not any(weight.stride())  # fake, in a memory estimate
         else:
             if weight._lent is not None:
                 weight._lent = None
@@ -156,7 +179,10 @@ class FrozenWeight(LayerState):
             self.drop(layer)
 
     def copied(self, layer: QLinear) -> dict[str, Any]:
-        """What a copy of the layer has in its table in place of the weight, which `hold` fills: a Parameter without elements."""
+        """Return the entries that replace the weight in the `__dict__` of a copied layer.
+
+        The Parameter there has no elements. `hold` fills it in the copy.
+        """
         self.check(layer)
         if layer.frozen is None:
             return {}
@@ -165,13 +191,13 @@ class FrozenWeight(LayerState):
         return {"_parameters": layer._parameters | {"weight": empty}}
 
     def drop(self, layer: QLinear) -> None:
-        """The layer computes with its weight as it is from now on."""
-        del layer.frozen  # a module
+        """Detach the codes: the layer computes with its weight from now on."""
+        del layer.frozen  # from _modules; the next line sets a plain attribute
         layer.frozen = None
         layer.empty_cache()
 
     def move(self, layer: QLinear, moving: Callable[[], object]) -> None:
-        """Moves the layer to another device or dtype: the codes stay uint8, and decode in the new dtype."""
+        """Move the layer to another device or dtype. The codes decode in the new dtype."""
         weight = layer._parameters["weight"]
         if type(weight) is CodedWeight:
             coded_weight.release(weight)
@@ -184,16 +210,18 @@ class FrozenWeight(LayerState):
         if weight.requires_grad:
             raise ConfigError(
                 f"A weight {list(weight.shape)} is to train, but was frozen as {self.cast.format} codes. Call narrowgauge.memory.thaw("
-                "model, patterns) first, which gives back what they decode to, and requires_grad_() then."
+                "model, patterns) first, which gives back what they decode to, and requires_grad_() then.",
+                code="freeze.trains",
             )
 
     def lookup(self, operand: Operand) -> Casts:
-        """What the product of this pass reads; nothing is kept."""
+        """Return the cast that this pass reads, in forward or in backward. Nothing is cached."""
         plan = operand.plan
         if not operand.is_restored:
             operand.is_carrier = True
             found = self.quantized
-            # Its window, if it has one, saw the weight when it was cast: it scales by the largest number that the codes hold.
+            # Under delayed scaling the amax history recorded the weight before freezing. The scale
+            # of the codes fixes the amax now.
             amax = found.scale.amax().reshape(1, 1) * self.cast.format.max if plan.is_delayed else None
             return Casts(rows=_expanded(found, plan.rows_expand), amax=amax)
         if not operand.needs[0]:
@@ -201,6 +229,7 @@ class FrozenWeight(LayerState):
         if self._turns(plan):
             operand.is_carrier = True
             return Casts(cols=_expanded(_turned(self.quantized), plan.cols_expand))
+        # The operand casts this copy along the other axis and frees it after the GEMM.
         operand.tensor = self.decoded(operand.tensor.dtype)
         return Casts()
 
@@ -209,7 +238,7 @@ class FrozenWeight(LayerState):
         return is_same and self.cast.is_symmetric and self.cast.rounding == "nearest"
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], rounded to dtype; of float16, which cannot hold what its largest numbers round up to, to float32."""
+        """[N, K], rounded to dtype; float32 for float16, where the largest codes may overflow."""
         values = dequantize(self.quantized)
         if self.rotate is not None:
             from narrowgauge.ops.hadamard import unrotate
@@ -218,12 +247,12 @@ class FrozenWeight(LayerState):
         return values if dtype == torch.float16 else values.to(dtype)
 
     def original(self, weight: Tensor) -> Tensor:
-        """The weight that an ordinary Linear would have, in the dtype of this one."""
+        """[N, K], the weight that an ordinary Linear would have, in the dtype of `weight`."""
         self._refuse_training(weight)
         return self.decoded(weight.dtype).to(weight.dtype).contiguous()
 
     def encodes(self, weight: Tensor, state: dict[str, Any], prefix: str) -> bool:
-        """Whether the codes of a state dict decode to this weight, in its dtype; False for codes of another form."""
+        """True if the codes in a state dict decode to `weight`, False for codes of another form."""
         given = {name: state.get(f"{prefix}{name}") for name, _ in self.named_buffers()}
         for name, own in self.named_buffers():
             if (found := given[name]) is None or found.shape != own.shape or found.dtype != own.dtype:
@@ -237,7 +266,7 @@ class FrozenWeight(LayerState):
 
 
 def give_back(layer: QLinear, whole: Tensor) -> None:
-    """The layer has this 16-bit weight, [out_features, in_features], and no codes any more."""
+    """Give the layer this 16-bit weight, [out_features, in_features], and drop its codes."""
     weight = layer._parameters["weight"]
     if type(weight) is CodedWeight:
         coded_weight.release(weight)
@@ -246,7 +275,7 @@ def give_back(layer: QLinear, whole: Tensor) -> None:
 
 
 def refuse(layer: QLinear) -> str:
-    """Why a layer's weight cannot be kept as codes alone, a clause; '' if it can."""
+    """Return the reason why a layer's weight cannot be stored as codes, a clause, or ''."""
     recipe: Recipe | None = layer.recipe
     if recipe is None:
         return "no recipe casts it"
@@ -268,8 +297,9 @@ def refuse(layer: QLinear) -> str:
 
 @torch.no_grad()
 def _cast(layer: QLinear, weight: Tensor) -> QTensor:
-    """The rows that `output` would read of such a weight, as codes."""
+    """Quantize such a weight as the `output` GEMM would, [N, K]."""
     context = layer.context(weight)
+    # Neither read nor fill the caches: the weight may be another than the layer's.
     context.sources, context.cache = {}, None
     operand = find("w", weight.detach(), context, (False, False), layer.amax_state("w"))
     found = operand.rows(Rotation.draw(context.plan.w.rows_rotate, weight))
@@ -282,7 +312,7 @@ def _expanded(found: QTensor, expand: torch.dtype | None) -> QTensor:
 
 
 def _turned(found: QTensor) -> QTensor:
-    """The transposed tensor, in its own row-major order."""
+    """Return the transposed tensor in row-major order, as a GEMM reads it."""
     codes = (
         found.cast.format.pack(found.one_to_a_byte().T.contiguous()) if found.is_packed else found.data.T.contiguous()
     )

@@ -1,11 +1,12 @@
-"""Which inputs of a Linear are kept for backward whatever the Linear keeps: outputs of attention or relu, which their own gradients read.
+"""Detect inputs of a Linear that autograd saves anyway, such as the output of attention or relu.
 
-Codes of such an input would be kept beside it. They are made again in backward instead, to the same bits: 1 byte per element less, for
-one more cast of it. Told by the names of autograd's functions, from the input back through views of the same memory; nothing that is
-saved is looked at, which hooks (checkpointing, offloading) would answer by computing or copying.
+Saving codes of such an input would add memory beside the input itself. Backward recomputes the
+codes instead, bit-identical: 1 byte per element less, for one more cast. Detection follows the
+names of autograd nodes from the input back through views of the same memory. Saved tensors are not
+read: hooks (checkpointing, offloading) would answer by recomputing or copying.
 
-A CPU keeps the input as well where codes of x.T are a cast of their own: making and decoding them takes longer there than casting x.T in
-backward (`LinearContext.keeps_x`).
+A CPU saves the input also where the codes of x.T need their own cast. Encoding and decoding those
+codes takes longer on a CPU than casting x.T in backward (`LinearContext.keeps_x`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Views, by what torch calls their functions: no copy lies between their input and output.
+# Nodes whose output is a view of their input.
 VIEWS = (
     "ViewBackward",
     "UnsafeViewBackward",
@@ -22,12 +23,16 @@ VIEWS = (
     "PermuteBackward",
     "AliasBackward",
 )
+# Nodes whose backward reads their own output.
 KEEPERS = ("ScaledDotProduct", "ReluBackward", "TanhBackward", "SigmoidBackward", "SoftmaxBackward")
-LONGEST = 8  # views in a row
+LONGEST = 8  # chain of views that is followed
 
 
 def stays(x: Tensor) -> bool:
-    """Whether x is a view of what its maker keeps. False while hooks take saved tensors, which may not keep them as they are."""
+    """True if x is a view of a tensor that the function before it saves for backward.
+
+    False while saved-tensor hooks are active, since they may not store tensors as they are.
+    """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
     node = x.grad_fn

@@ -1,7 +1,8 @@
-"""Who keeps the results of a Linear's `output` product from one forward pass to its repetition: selective checkpointing.
+"""Selective checkpointing: keep results of `output` GEMMs from a forward pass to its recomputation.
 
-Kernels outside torch's dispatcher (Triton, C++) are invisible to what watches its operations, and a product that torch computes is cast,
-rotated, filled up and scaled by further ones. So the Linear itself asks.
+Policies of torch.utils.checkpoint see dispatcher operations. They miss kernels outside the
+dispatcher (Triton, C++), and torch's GEMMs are surrounded by casts, rotations, padding and scaling.
+The Linear therefore asks the active Keeper itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from torch import Tensor
 
 
 class Keeper(Protocol):
-    """begin: a Linear begins -> the result that was kept of it, in a repetition. end: it has ended, with this result."""
+    """Stores results of Linears, in the order of their calls.
+
+    begin  a Linear starts; returns its stored result during recomputation, else None
+    end    the Linear has finished with this result
+    """
 
     def begin(self) -> Tensor | None: ...
     def end(self, output: Tensor | None) -> None: ...

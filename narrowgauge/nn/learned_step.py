@@ -1,12 +1,14 @@
-"""Learned steps: the state of layers whose scales are parameters.
+"""Learned step sizes (LSQ): the state of layers whose scales are parameters.
 
-The parameter is not the step s but p = log(s) / RATE. Adam moves every number by about its learning rate: a weight's step of 0.007 by a
-third of itself, an activation's of 0.5 by a 250th, so that one jitters and the other lags behind. Logarithms all move by the same ratio,
-RATE times the learning rate, and s stays positive. The gradient that p is given is LSQ's gradient of s over s * RATE, which moves s under
-plain SGD as LSQ would.
+The parameter is p = log(s) / RATE instead of the step size s. Adam moves every parameter by about
+its learning rate: a weight's step of 0.007 by a third of itself, an activation's step of 0.5 by a
+250th. The first then jitters and the second lags behind. Logarithms all move by the same ratio,
+RATE times the learning rate, and s stays positive. p receives LSQ's gradient of s divided by s *
+RATE, so plain SGD moves s as in LSQ.
 
-An optimizer that was built before the steps existed never moves them, without an error. So each optimizer step that torch tells of
-(`step_end`) is looked at: a layer is warned of when WATCHED of them moved its weight, and none had its learned steps.
+An optimizer that was built before the steps existed never updates them, without an error.
+`step_end` reports each step of torch's optimizers, and a warning follows if WATCHED steps moved a
+layer's weight and no optimizer held its learned steps.
 """
 
 from __future__ import annotations
@@ -22,21 +24,26 @@ from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.recipe import LearnedStep
 
-RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model, single runs (docs/log.md)
-SMALLEST_STEP = 2.0**-100  # clips everything, which pushes a step up again
-LARGEST_STEP = 2.0**100  # rounds everything to zero
-WATCHED = 16  # optimizer steps without the learned ones before a warning
+# Best of 1, 4, 16, 64, 256 and 1024 in a language model, single runs (docs/log.md). With 1, Adam
+# moves a step by 0.2 % per update, too slow for scales that grow severalfold within 200 steps.
+RATE = 64.0
+# Bounds of 2^-20 and 2^20 turned weights of 1e-6 into zeros.
+SMALLEST_STEP = 2.0**-100  # clips every element; the gradient then increases the step
+LARGEST_STEP = 2.0**100  # rounds every element to zero
+WATCHED = 16  # optimizer steps before the warning
 
 
 class LearnedSteps(LayerState):
-    """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
+    """The learned steps of a layer: parameters `x` and `w`, as its recipe requires.
 
-    cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
-    found      [n, 2] float64 of each role: the sum of the parameters that data gave since the last `advance`, and their count. The step
-               that a cold start leaves is their mean, whatever their order and the rank that saw them. A role without any keeps its own,
-               or an expert that is not used at first would end its cold start with steps that mean nothing
-    is_held    whether an optimizer that stepped had one of them
-    missed     optimizer steps that moved the weight, and none of these, since the cold start
+    x, w       [1] float32 parameters, log(step) / RATE
+    cold_left  [1] int64, remaining steps of the cold start, in which data set the learned steps
+    found      [n, 2] float64, for each role the sum of the parameters that data gave since the last
+               `advance`, and their count. A cold start sets the parameter to their mean, which does
+               not depend on the order of micro-batches or on ranks. A role without data keeps its
+               parameter
+    is_held    True if an optimizer that stepped holds a learned step of the layer
+    missed     optimizer steps since the cold start that moved the weight but no learned step
     """
 
     cold_left: Tensor
@@ -49,6 +56,7 @@ class LearnedSteps(LayerState):
             self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
+        # Zero between steps, so no state dict needs it.
         self.register_buffer(
             "found", torch.zeros(len(settings), 2, dtype=torch.float64, device=device), persistent=False
         )
@@ -57,9 +65,11 @@ class LearnedSteps(LayerState):
 
     @property
     def is_cold(self) -> bool:
-        """Whether steps of the cold start are left. While they are, reads `cold_left` from its device if somebody wrote it.
+        """True while steps of the cold start remain.
 
-        Not afterwards: under DistributedDataParallel buffers are written at every forward pass, and each look waits for the device.
+        During the cold start `cold_left` is read whenever other code wrote it.
+        Afterwards it is never read: DistributedDataParallel writes buffers at
+        every forward pass, and each read would wait for the device.
         """
         if self._is_cold and not torch.compiler.is_compiling() and self._looked_at != self._cold_version():
             self._look_at_cold()
@@ -70,45 +80,53 @@ class LearnedSteps(LayerState):
         self._is_cold = not holds_numbers(self.cold_left) or int(self.cold_left) > 0
 
     def _cold_version(self) -> tuple[int, ...]:
-        """An averaged copy is written by others: its own `advance` is never called."""
+        """Version and address of `cold_left`. Averaged copies (EMA) change it by a write alone."""
         left = self.cold_left
         return () if left.is_inference() or left.is_meta else (left._version, identity(left))
 
     def get(self, role: str) -> Tensor | None:
-        """The step of "x" or "w", [1] float32, whose gradient reaches the parameter as LSQ's would; None if not learned."""
+        """The step of "x" or "w", [1] float32 with LSQ's gradient; None if it is not learned."""
         if role not in self.settings:
             return None
         parameter = getattr(self, role)
         step = _step(parameter.detach())
+        # The second term is zero. Its derivative is d p / d s = 1 / (s RATE), by which p receives
+        # LSQ's gradient of s. The chain rule of _step would give d s / d p, its reciprocal.
         return step + (parameter - parameter.detach()) / (step * RATE)
 
     def version(self) -> tuple[int, ...]:
-        """Differs from an earlier one if the parameters were replaced or written since."""
+        """Differs from an earlier version if the parameters were replaced or written since."""
         steps = [getattr(self, role) for role in self.settings]
         return tuple(part for step in steps if not step.is_inference() for part in (step._version, identity(step)))
 
     @torch.no_grad()
     def put(self, role: str, step: Tensor, data: Tensor, writes: bool) -> Tensor:
-        """Sets a step, [1], positive, until the next one, if `writes`; returns it as `get` would give it, a rounding error away.
+        """Set the step of a role from data until the next call, and return it.
 
-        data  [1] bool on the device, whether there was data to set it by
+        step    [1] float32, positive
+        data    [1] bool on the device, True if the tensor had data to set it by
+        writes  False: leave the parameter unchanged
+        ->      the step as `get` would return it, up to a rounding error
         """
         value = step.log() / RATE
         if writes:
             getattr(self, role).copy_(value)
+            # A mask instead of an index: `data` is on the device, and an `if` would wait for it.
             here = torch.arange(len(self.settings), device=data.device) == list(self.settings).index(role)
             self.found += torch.where((here & data)[:, None], torch.cat((value, torch.ones_like(value))), 0.0)
         return _step(value)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Ends an optimizer step."""
+        """End an optimizer step: apply the cold start's mean, clamp the parameters, count down."""
         for (total, count), role in zip(self.found, self.settings, strict=True):
             parameter = _own_part(getattr(self, role))
             if self.is_cold:
                 parameter.copy_(torch.where(count > 0, total / count, parameter))
             parameter.clamp_(min=math.log(SMALLEST_STEP) / RATE, max=math.log(LARGEST_STEP) / RATE)
         if self.is_cold:
+            # Count only steps in which every role had data. An expert or head that is unused at
+            # first would otherwise end its cold start with steps of 1, and return zeros.
             self.cold_left -= (self.found[:, 1] > 0).all().to(self.cold_left.dtype)
             self.found.zero_()
             self._look_at_cold()
@@ -124,7 +142,7 @@ class LearnedSteps(LayerState):
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
-        if self.found.is_meta and not self.cold_left.is_meta:  # it is in no state dict
+        if self.found.is_meta and not self.cold_left.is_meta:  # `found` is in no state dict
             self.found = torch.zeros_like(self.found, device=self.cold_left.device)
         self.reread()
 
@@ -132,7 +150,11 @@ class LearnedSteps(LayerState):
         self._look_at_cold()
 
     def saw_optimizer(self, weight: Tensor, held: set[int]) -> None:
-        """Notes a step of an optimizer that has the tensors with these ids. weight: of the layer."""
+        """Record a step of an optimizer.
+
+        weight  weight of the layer
+        held    ids of the tensors in the optimizer's parameter groups
+        """
         if any(id(step) in held for step in self.parameters()):
             self.is_held = True
         elif id(weight) in held and weight.requires_grad and not self.is_cold:
@@ -143,7 +165,7 @@ class LearnedSteps(LayerState):
 
 
 def _own_part(parameter: Tensor) -> Tensor:
-    """The parameter, or what this rank has of one that FSDP2 shards: [1] or, on all ranks but the first, [0]."""
+    """Return the parameter, or this rank's part under FSDP2: [1] on the first rank, else [0]."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
@@ -152,10 +174,13 @@ def _step(parameter: Tensor) -> Tensor:
 
 
 def warn_of_untrained(layers: list[tuple[str, LearnedSteps]]) -> None:
-    """Ends an optimizer step: warns, once, of learned steps that no optimizer moves. layers: (name, the steps of a layer)."""
+    """Warn once of learned steps that no optimizer updates, at the end of an optimizer step.
+
+    layers  (name, learned steps) of each layer
+    """
     untrained = [(name, steps) for name, steps in layers if steps.missed >= WATCHED and not steps.is_held]
     for _, steps in untrained:
-        steps.is_held = True  # said once
+        steps.is_held = True  # suppresses further warnings
     if untrained:
         warnings.warn(
             f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was held "

@@ -1,22 +1,29 @@
-"""Leverage-score sampling: a matrix product estimated from a few of its rows, without bias.
+"""Leverage-score sampling: an unbiased estimate of a GEMM from a few of its rows.
 
-    R rows of the gradient (tokens), n = ceil(keep * R) of them used; g_i row i of the gradient, a_i row i of the other operand
+    R rows (tokens), n = ceil(keep * R) sampled; g_i row i of the gradient, a_i of the other operand
+    c_i score of row i, p_i its probability
 
-    grad_weight = sum_i g_i^T a_i    contracted axis   c_i = |g_i| |a_i|   estimate  sum over the sample of (g_i / p_i)^T a_i
-    grad_input  = rows  g_i W        outer axis        c_i = |g_i|         estimate  rows (g_i W) / p_i, zero outside the sample
+    grad_weight = sum_i g_i^T a_i    contracted axis    c_i = |g_i| |a_i|
+                  estimate           sum over the sample of (g_i / p_i)^T a_i
+    grad_input  = rows  g_i W        outer axis         c_i = |g_i|
+                  estimate           rows (g_i W) / p_i, zero outside the sample
 
-    p_i = min(1, lambda c_i), sum p = n             minimises the variance  sum_i (1 - p_i) / p_i c_i^2
+    p_i = min(1, lambda c_i), sum p = n    minimises the variance  sum_i (1 - p_i) / p_i c_i^2
 
-Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), with two changes: the cap
-has a closed form in place of an iteration, and `systematic` draws exactly n rows, so that shapes are static and nothing waits for the host.
+Source: section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers"
+(arXiv 2306.11987), with two changes. The cap has a closed form instead of an iteration, and
+`systematic` draws exactly n rows, so shapes are static and nothing waits for the host.
 
-**Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The sampled rows
-are multiplied by it as floats and the product's ordinary stochastic cast comes after: one rounding, unbiased, integer product. The paper
-splits first and samples the rows of parts; docs/four-bit.md measures both. An outer axis, whose epilogue could apply the weights, gains
-as well: relative variance .017 against .035 at rows of deviation 1.5, since they do not multiply the noise of rounding.
+**Sample first, cast afterwards.** 1 / p_i lies on the contracted axis of grad_weight and cannot be
+applied in an epilogue. The sampled float rows are multiplied by 1 / p_i and then cast
+stochastically as usual: one rounding, unbiased, and the GEMM stays in integers. The paper splits
+the gradient first and samples rows of the parts, and docs/four-bit.md measures both. An outer axis
+could apply the weights in the epilogue, but gains as well, since they then do not multiply the
+rounding noise: relative variance .017 against .035 for rows of deviation 1.5.
 
-Plain torch on float64 scores, no host synchronisation, compiled with fullgraph=True. A score that is not finite makes all probabilities
-and weights NaN: a poisoned gradient stays visible. Randomness comes in as an argument, so that whoever draws it can repeat it.
+Plain torch on float64 scores, without host synchronization. It compiles with fullgraph=True. A
+score that is not finite makes all probabilities and weights NaN, so a faulty gradient stays
+visible. The caller passes the random numbers, so it can repeat a draw.
 """
 
 from __future__ import annotations
@@ -32,16 +39,17 @@ from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.ops.pieces import by_rows
 from narrowgauge.recipe import LeverageScore
 
-# A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
+# Variance that is unknown or above float32. Finite, because averages of two models (EMA) compute
+# differences, and infinity minus infinity is NaN.
 UNREAD = torch.finfo(torch.float32).max
-UNSEEN = -1.0  # in this step
+UNSEEN = -1.0  # no backward pass in this step yet
 
 
 class Sample(NamedTuple):
-    """Rows that stand for all rows.
+    """The sampled rows, which stand for all rows.
 
-    rows     [n] int64, distinct. Where fewer than n rows were drawn (the others are zero), undrawn ones fill it up.
-    weights  [n] float32: 1 / p of each, 0 for one that only fills up, NaN if any score was not finite
+    rows     [n] int64, distinct. If fewer than n rows have p > 0, undrawn rows fill up the sample
+    weights  [n] float32: 1 / p of each row, 0 for a filling row, NaN if any score was not finite
     """
 
     rows: Tensor
@@ -49,39 +57,42 @@ class Sample(NamedTuple):
 
 
 def budget(rows: int, keep: float) -> int:
-    """How many of `rows` rows a keep ratio in (0, 1] allows: ceil(keep * rows), at least 1 of any."""
+    """Number of sampled rows: ceil(keep * rows), at least 1 if rows > 0. keep: in (0, 1]."""
     return min(rows, max(math.ceil(keep * rows - 1e-9), min(rows, 1)))  # 0.07 * 100 is above 7 in binary
 
 
 def row_norms(x: Tensor) -> Tensor:
     """x [R, C], floats or integer codes -> Euclidean norm of each row, [R] float64.
 
-    Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than amax count as zero.
+    Squares are computed of x / amax in float32, so a gradient of 1e-30 has norms too. Rows 1e-19
+    times smaller than amax count as zero.
     """
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
     amax = by_rows(lambda some: some.to(torch.float32).abs().amax().reshape(1), x).amax()
     unit = torch.where(amax == 0, 1.0, amax)
+    # Scale before squaring: squares of numbers below 1e-19 or above 1e19 leave float32's range.
     norms = by_rows(lambda some: torch.linalg.vector_norm(some.to(torch.float32) / unit, dim=1), x)
     return norms.to(torch.float64) * unit.to(torch.float64)
 
 
 def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:
-    """Scores c of the rows, [R] float64, from which `probabilities` are made.
+    """Scores c of the rows, [R] float64, the input of `probabilities`.
 
     gradient  [R, N], one row per token
-    other     [R, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
+    other     [R, K], the other operand of grad_weight, whose contracted axis is the rows; None for
+              grad_input
     """
     scores = row_norms(gradient)
     return scores if other is None else scores * row_norms(other)
 
 
 def probabilities(scores: Tensor, budget: int) -> Tensor:
-    """Inclusion probabilities p proportional to the scores, none above 1, summing to the budget: [R] float64.
+    """Inclusion probabilities, proportional to the scores, capped at 1: [R] float64, sum `budget`.
 
-    With the scores in descending order, M is the first m with c_m (n - m) <= sum of c_j over j >= m; the M largest have
-    p = 1 and the rest share n - M in proportion to c. If no more than `budget` scores are above zero, p = 1 for these and 0
-    for the others: nothing is lost by sampling then.
+    With the scores in descending order, M is the first m with c_m (n - m) <= sum of c_j over j >=
+    m. The M largest scores have p = 1. The others share n - M in proportion to c. If at most
+    `budget` scores are positive, those have p = 1 and the others 0, and sampling loses nothing.
     """
     assert min(len(scores), 1) <= budget <= len(scores)
     scores = scores.to(torch.float64)
@@ -89,27 +100,30 @@ def probabilities(scores: Tensor, budget: int) -> Tensor:
     if budget == scores.shape[0]:
         return (scores > 0).to(torch.float64) + poison
     ordered = scores.sort(descending=True).values
-    tail = ordered.flip(0).cumsum(0).flip(0)  # from the small end, which keeps the small ones
+    tail = ordered.flip(0).cumsum(0).flip(0)  # small scores first, else they are rounded away
     left = budget - torch.arange(scores.shape[0], device=scores.device, dtype=torch.float64)
     first = (ordered * left <= tail).to(torch.int8).argmax().reshape(1)
     rate = left.gather(0, first) / tail.gather(0, first)
-    # rate * c is above 1 for exactly the M largest; it is infinite, or 0 / 0, where nothing is left to share.
+    # rate * c exceeds 1 for exactly the M largest scores. If nothing is left to share, rate is
+    # infinite: `clamp` turns c * inf into 1, and `where` drops the NaN of 0 * inf.
     p = torch.where(scores > 0, (scores * rate).clamp(max=1.0), 0.0)
     return p + poison
 
 
 def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
-    """Draws exactly min(budget, sum p) distinct rows, row i with probability p_i.
+    """Draw exactly min(budget, sum p) distinct rows, row i with probability p_i.
 
-    p      [R] as `probabilities` returns it
-    noise  [R + 1] independent uniform numbers in [0, 1): the order of the rows, and the place of the first point
+    p      [R], from `probabilities`
+    noise  [R + 1] independent uniform numbers in [0, 1): R for a random order, 1 for the offset
 
-    The rows in random order lie end to end, each as long as its p; equally spaced points, one apart, hit those that are
-    drawn. No row is longer than 1, so none is hit twice. Two sorts of R numbers.
+    Systematic sampling: the rows lie end to end in random order, each with length p_i. Points
+    spaced one apart select the rows that they hit. No length exceeds 1, so no row is hit twice.
+    Cost: two sorts of R numbers.
     """
     assert noise.shape == (p.shape[0] + 1,)
     order = noise[:-1].argsort()
-    # Half a step of float32's uniform numbers: a point exactly at 0 would let rounding admit one row too many at the end.
+    # Move the points by half a step of float32's uniform numbers: with a point at exactly 0, one
+    # draw in 2^24, rounding of the cumulative sum admits one row too many.
     offset = noise[-1:].to(torch.float64) + 2.0**-25
     ends = p.to(torch.float64)[order].cumsum(0)
     points = (ends - offset).ceil().clamp(min=0.0)
@@ -122,43 +136,55 @@ def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
 
 
 def importance_weighted(rows: Tensor, sample: Sample) -> Tensor:
-    """rows [R, C] -> the sampled ones over their probability, [n, C] in rows' dtype: cast this for a contracted axis."""
+    """rows [R, C] -> the sampled rows divided by their probability, [n, C] in the dtype of `rows`.
+
+    Apply it before the cast, for a contracted axis and for an outer one.
+    """
     return rows[sample.rows] * sample.weights[:, None].to(rows.dtype)
 
 
 def scatter_rows(rows: Tensor, sample: Sample, length: int) -> Tensor:
-    """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis."""
+    """rows [n, C], one per sampled row -> [length, C], zero for rows outside the sample."""
     index = sample.rows[:, None].expand_as(rows)
     return rows.new_zeros(length, rows.shape[1]).scatter(0, index, rows)
 
 
 def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
-    """E |estimate - product|^2 that sampling alone adds: sum (1 - p) / p c^2 (proposition 4.1), 0-d float64.
+    """E |estimate - GEMM|^2 added by sampling: sum (1 - p) / p c^2 (proposition 4.1), 0-d float64.
 
-    For an outer axis c_i must be |g_i W|; with c_i = |g_i| the result stands for the gradient before the product.
+    For an outer axis the formula requires c_i = |g_i W|. With c_i = |g_i| the result is the
+    variance of the sampled gradient before the GEMM.
     """
     term = (1.0 - p) / torch.where(p == 0, 1.0, p) * scores.to(torch.float64).square()
     return torch.where(p == 0, 0.0, term).sum()
 
 
 def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
-    """Notes the variance that sampling adds to a product, relative to its squared norm `whole`, in a layer's readings [2].
+    """Record the variance that sampling adds to a GEMM in a layer's readings.
 
-    The largest of the step's micro-batches, so that their order does not matter.
+    readings  [2], updated in place by a maximum, which does not depend on the order of
+              micro-batches
+    place     index of the GEMM in RowSampling.PRODUCTS
+    variance  from `sampling_variance`
+    whole     squared norm of the GEMM's result, the unit of the reading
     """
     relative = torch.where(variance == 0, 0.0, variance / whole).to(torch.float32)
-    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(max=UNREAD)  # no reason to sample
+    # A sum of squares beyond float32 made the variance 0, which reads as "sampling costs nothing".
+    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(max=UNREAD)
     here = torch.arange(2, device=readings.device) == place
-    relative = torch.where(relative.isnan(), UNREAD, relative)  # a poisoned gradient: all rows
+    relative = torch.where(relative.isnan(), UNREAD, relative)  # NaN in the gradient: use all rows
     readings.copy_(torch.where(here, torch.maximum(relative, readings), readings))
 
 
 class RowSampling(LayerState):
-    """Which products of a layer sample their rows.
+    """Decides which GEMMs of a layer sample their rows.
 
-    variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
-              last step; UNREAD before the first, so that a layer begins with all its rows
-    live      [2] float32: that of this step so far, UNSEEN before its first backward pass
+    settings  GEMM -> LeverageScore of the recipe
+    variance  [2] float32: relative variance that sampling would add to grad_input and grad_weight,
+              as predicted in the last step; UNREAD before the first step, in which all rows are
+              used
+    live      [2] float32: the same for the current step; UNSEEN before its first backward pass
+    active    names of the GEMMs that sample in this step
     """
 
     variance: Tensor
@@ -173,7 +199,7 @@ class RowSampling(LayerState):
         self.decide([UNREAD, UNREAD])
 
     def decide(self, variance: list[float]) -> None:
-        """Takes over readings of `variance`."""
+        """Set `active` from the values of `variance`, on the host."""
         self.active: tuple[str, ...] = tuple(
             product
             for product, predicted in zip(self.PRODUCTS, variance, strict=True)
@@ -184,9 +210,9 @@ class RowSampling(LayerState):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if not self.variance.is_meta:
-            # NaN and infinite in states of earlier versions.
+            # Earlier versions saved NaN and infinity.
             self.variance.nan_to_num_(nan=UNREAD).clamp_(max=UNREAD)
-            if self.live.is_meta:  # it is in no state dict
+            if self.live.is_meta:  # non-persistent, so no load has filled it
                 self.live = torch.full_like(self.variance, UNSEEN)
             self.reread()
 
@@ -205,7 +231,10 @@ class RowSampling(LayerState):
 
 @torch.no_grad()
 def decide(samplings: list[RowSampling]) -> None:
-    """Ends a step for layers, at least one, with one read from the device. One without a gradient in the step keeps its reading."""
+    """End a step for these layers (at least one), with one read from the device for all.
+
+    A layer without a gradient in this step keeps its reading.
+    """
     for each in samplings:
         each.variance.copy_(torch.where(each.live == UNSEEN, each.variance, each.live))
         each.live.fill_(UNSEEN)

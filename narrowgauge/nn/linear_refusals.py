@@ -1,4 +1,7 @@
-"""Why a Linear with a recipe does not take some operands, in words; imported where one does not."""
+"""Error messages for operands and recipes that a Linear does not accept.
+
+Imported on the first error.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from narrowgauge.recipe import Recipe
 def refuse(
     x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.dtype, ...], recipe: Recipe | None
 ) -> None:
-    """Raises TransformError for a transform without a rule, and ShapeError for operands that the products cannot take."""
+    """Raise TransformError for an unsupported transform, ShapeError for unsupported operands."""
     if not is_compiling():
         refuse_active(recipe, x=x, weight=weight, bias=bias)
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
@@ -31,28 +34,45 @@ def refuse(
             kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
             kind = f"nested {kind}" if isinstance(tensor, Tensor) and tensor.is_nested else kind
             raise ShapeError(
-                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first."
+                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first.",
+                code="linear.dtype",
             )
         if tensor.device != x.device:
-            raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
+            raise ShapeError(
+                f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.", code="linear.device"
+            )
     if weight.ndim != 2:
-        raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
+        raise ShapeError(
+            f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].",
+            code="linear.weight-shape",
+        )
     n, k = weight.shape
     if x.ndim == 0 or x.shape[-1] != k:
-        raise ShapeError(f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.")
+        raise ShapeError(
+            f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.", code="linear.x-shape"
+        )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
-        raise ShapeError(f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].")
+        raise ShapeError(
+            f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].", code="linear.bias-shape"
+        )
 
 
 def refuse_recipe(recipe: object, name: str = "") -> NoReturn:
-    """Raises ConfigError for a recipe that a layer (its attribute `name`) or the function `linear` does not take."""
+    """Raise ConfigError for a recipe that a layer or the function `linear` does not accept.
+
+    name  the layer's attribute; '' for the function
+    """
     if name:
         raise ConfigError(
-            f"{name} is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
+            f"{name} is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names.",
+            code="linear.recipe",
         )
     if not isinstance(recipe, Recipe):
-        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.")
+        raise ConfigError(
+            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.", code="linear.recipe"
+        )
     raise ConfigError(
         f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
-        "Use narrowgauge.QLinear, or convert the model."
+        "Use narrowgauge.QLinear, or convert the model.",
+        code="linear.has-memory",
     )

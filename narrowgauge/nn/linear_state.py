@@ -1,7 +1,9 @@
-"""What a recipe added to a QLinear, as tensors with names: amax windows, learned steps, readings of a sampler. And loading them.
+"""Names of the state that a recipe added to a QLinear, and loading of that state.
 
-A state that was saved without any of them leaves them as they are, and says so; that of another recipe is told. A weight that is frozen as
-codes takes a 16-bit one, which it casts, or such codes. `layer` is a QLinear, which imports this where it loads.
+The state is amax histories, learned steps and readings of a row sampler. A state
+dict without such entries leaves the layer's state as it is, with a warning.
+Entries of another recipe are reported too. A weight that is frozen as codes loads
+codes, or casts a 16-bit weight. QLinear imports this module on the first load.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ ADDED = {
     "scaling": "amax windows",
     "steps": "learned steps",
     "sampling": "readings of the sampler",
-}  # submodule -> words
+}  # submodule -> its name in messages
 
 
 def added(layer: Any) -> dict[str, Tensor]:
-    """Name -> tensor of all that the recipe has added to the layer."""
+    """Name -> tensor for all state that the recipe added to the layer."""
     modules = {name: getattr(layer, name, None) for name in ADDED}
     return {
         f"{name}.{key}": tensor
@@ -29,36 +31,44 @@ def added(layer: Any) -> dict[str, Tensor]:
 
 
 def words(names: Iterable[str]) -> str:
-    """What tensors of these names hold, in words."""
+    """Name the kinds of state behind these tensor names, for messages."""
     modules = {name.partition(".")[0] for name in names}
     return ", ".join(words for name, words in ADDED.items() if name in modules)
 
 
 def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`_load_from_state_dict` of the layer. inherited: that of nn.Linear. rest: what torch hands on, with missing keys and errors."""
+    """Implement `_load_from_state_dict` for QLinear.
+
+    layer      a QLinear
+    inherited  the method of nn.Linear
+    rest       torch's further arguments: metadata, strict, missing keys, unexpected keys, errors
+    """
     whole = _take_whole_weight(layer, state_dict, prefix, rest[-1])
     inherited(state_dict, prefix, *rest)
     if layer.frozen is not None:
-        rest[2][:] = [key for key in rest[2] if key != f"{prefix}weight"]  # of the missing ones
+        rest[2][:] = [key for key in rest[2] if key != f"{prefix}weight"]  # the codes stand for it
     if whole is not None:
         state_dict[f"{prefix}weight"] = whole
     if layer.gathered is not None:
         layer.gathered.invalidate()
     if not layer.weight.is_meta and any(each.is_meta for each in added(layer).values()):
-        layer.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
+        # load_state_dict(assign=True) replaces the tensors it loads. The others are still on meta.
+        layer.steps = None
         layer.renew_state()
     own = {f"{prefix}{name}": value for name, value in added(layer).items()}
     given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in ADDED))}
     recipe = None if layer.recipe is None else layer.recipe.name
     if own and f"{prefix}weight" in state_dict and not given:
-        state_dict.update(own)  # a copy that load_state_dict made
+        state_dict.update(own)  # load_state_dict passes a copy, so the caller's dict stays as it is
         warnings.warn(
             f"load_state_dict: what is loaded has no {words(added(layer))} for recipe {recipe!r}: it was saved before the model was "
             "converted, or with another recipe. They stay as they are: of a model just converted they begin with the data of the "
             "next steps. Where they are of other weights, convert again.",
             stacklevel=3,
         )
-    elif given - own.keys():  # torch raises or, not strict, leaves them out: which it is, it does not say here
+    # Warn instead of raising: torch 2.13 passes strict=True to this method whatever the caller
+    # chose, so an error here would break strict=False. With strict=True torch raises afterwards.
+    elif given - own.keys():
         warnings.warn(
             f"load_state_dict: what is loaded was saved with another recipe than {recipe!r}, which has no place for "
             f"{words(key.removeprefix(prefix) for key in given - own.keys())}. Convert the model as the one that was saved "
@@ -68,10 +78,11 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
 
 
 def _take_whole_weight(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> Tensor | None:
-    """Leaves of a weight and its codes what the layer loads, and returns the weight that it removed.
+    """Prepare a weight's entries for loading; return the 16-bit weight that was removed, or None.
 
-    A layer without codes loads the weight; codes alone are an error. A layer with codes loads codes: those of the state if they decode to
-    the weight beside them, or if there is none, else a cast of the weight.
+    A layer without codes loads `weight`. A state dict with codes alone is an error. A layer with
+    codes loads the codes of the state dict if they decode to the `weight` beside them, or if
+    `weight` is missing. Else it casts `weight`.
     """
     frozen, key = f"{prefix}frozen.", f"{prefix}weight"
     codes = [each for each in state_dict if each.startswith(frozen)]

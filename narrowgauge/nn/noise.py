@@ -1,8 +1,9 @@
-"""The random numbers of an operand's casts, and the order in which backward draws them.
+"""Random numbers for the casts of an operand, and the order in which backward draws them.
 
-Numbers are drawn in the order of the products, gradient of the input first: what a generator gave in it is what a run is repeated by. The
-products themselves may be computed in the other order: a key of 16 bytes stands for the noise of a whole tensor (`ops.random`), so the
-keys of the first product are drawn, kept, and read when it comes.
+Random numbers are drawn in a fixed order of GEMMs, grad_input first, so that a run with the same
+generator state is repeated bit for bit. The GEMMs themselves may run in the other order: the noise
+of a whole tensor is a key of 16 bytes (`ops.random`). The keys of grad_input are drawn first, held
+in `Operand.waiting`, and used later.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from narrowgauge.qtensor import QTensor
 
 
 def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
-    """Of x, the rows or cols of an Operand (operands.py): that which waits for it, or a new draw."""
+    """Noise for x, the `rows` or `cols` input of an Operand: drawn earlier, or drawn now.
+
+    operand  the Operand (operands.py)
+    which    "rows" or "cols"
+    """
     noise = _noise_of(operand, x, which)
     if operand.context.observer is not None:
         operand.drawn = {**(operand.drawn or {}), which: noise}
@@ -30,18 +35,27 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     plan, context = operand.plan, operand.context
     keys: dict[str, Key] = operand.casts.keys
     rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
+    # Only the noise of a cached weight is needed again. Random signs change its cast at every call.
     if plan.role != "w" or context.cache is None or (rotate is not None and rotate.signs == "random"):
         return draw(tuple(x.shape), x.device, context.stream, plan.role, which)
-    if which == "cols" and which in keys:  # cast once a step, or again with the same numbers
+    # w.cols is cast once per optimizer step. A recast in a later backward
+    # pass must repeat its noise.
+    if which == "cols" and which in keys:
         return keys[which]
     noise = draw(tuple(x.shape), x.device, context.stream, plan.role, which)
     return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
 
 def show(operand: Any, made: QTensor, product: str, which: str) -> None:
-    """Shows the observer the noise of the rows or cols of an Operand that the product reads, where it is known."""
+    """Report to the observer the noise of an operand's cast, if it is known.
+
+    made     the cast operand
+    product  the GEMM that reads it
+    which    "rows" or "cols"
+    """
     drew = getattr(operand.context.observer, "drew", None)
     drawn = operand.casts.keys | (operand.drawn or {})
+    # A transposed cast has the noise of the cast that it was made from.
     noise, is_turned = drawn.get(which), False
     if noise is None and which == "cols" and operand.plan.transposes:
         noise, is_turned = drawn.get("rows"), True
@@ -54,10 +68,11 @@ def show(operand: Any, made: QTensor, product: str, which: str) -> None:
 
 
 def drawn_ahead(gy: Any, w: Any) -> bool:
-    """Draws the keys of both operands of the input's gradient, which is made behind that of the weight then, to the same bits.
+    """Draw the noise keys of both operands of grad_input now; return True if it may run last.
 
-    So x, its cast and that of gy.T are gone when it is made, and it is not there while they are. False where noise has no keys, and
-    straight-through, where the products share more than noise.
+    grad_weight can then run first, and x, its cast and the cast of gy.T are freed before grad_input
+    exists. Results are bit-identical. Returns False if noise is not drawn as keys, and for
+    straight-through recipes, whose GEMMs share more than noise.
     """
     if gy.context.plan.recipe.backward == "straight-through" or not draws_keys(gy.tensor.device):
         return False

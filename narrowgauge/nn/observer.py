@@ -1,4 +1,7 @@
-"""What may be set as `QLinear.observer` beside a function: an object that sees results too. For type checkers and readers alone."""
+"""Protocol of observers of a QLinear that also receive GEMM results.
+
+For type checkers and readers only: nothing imports it at run time.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,17 @@ from narrowgauge.qtensor import QTensor
 
 
 class ProductObserver(Protocol):
-    """An observer of results too: after its operands, each product.
+    """An observer that receives each GEMM's operands, then its result.
 
-    result [M, N] of lhs [M, K] @ rhs [N, K].T + bias, as its kernel gave it: of a straight-through product in the rotated basis.
+    result [M, N] = lhs [M, K] @ rhs [N, K].T + bias, as the kernel returned it. Results of
+    straight-through GEMMs are in the rotated basis.
 
-    Two more attributes are optional:
+    Optional attributes:
 
-    keeps_inputs   False: backward saves x as it does without an observer, so that the step draws the same random numbers; where
-                   codes alone are saved, `original` of x in grad_weight is their decoded value. Without it x itself is saved
-    drew           drew(gemm, role, noise) is called before the operand is shown, if its cast rounds stochastically.
+    keeps_inputs   False: backward saves x as without an observer, so the step draws the same random
+                   numbers. If only codes are saved, `original` of x in grad_weight is their
+                   dequantized value. Without the attribute, x itself is saved
+    drew           drew(gemm, role, noise) is called before an operand that rounds stochastically.
                    noise: [outer, inner] of the codes, float32 in [0, 1)
     """
 

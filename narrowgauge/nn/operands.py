@@ -1,8 +1,11 @@
-"""A tensor t [outer, inner] as its two products read it (plan.PRODUCTS): the noun of a Linear.
+"""Operand: a tensor t [outer, inner] with the quantized copies that its two GEMMs read.
 
-`rows` is t cast along its last axis, `cols` is t.T cast along its own last axis. Each is made when it is asked for, once, and lies in
-`Casts`, which a cache may keep or layers may share. Before that the tensor is rotated along the contracted axis, if the product says so.
-Everything works on plain tensors, so that torch.compile traces through.
+    rows   t cast along its last axis; the operand of the GEMM that reads t
+    cols   t.T cast along its last axis; the operand of the GEMM that reads t.T
+
+`plan.PRODUCTS` lists the GEMMs. Each copy is made on first use and stored in `Casts`, which a cache
+may hold and layers may share. If the recipe rotates, t is rotated along the contracted axis before
+the cast. The code uses plain tensors only, so torch.compile can trace it.
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Casts:
-    """What was made of a tensor so far.
+    """Quantized copies of one operand, and the state needed to reproduce them.
 
-    rows, cols  see the module
-    amax        [1, 1], by which its window had it cast; None without a window
-    state       of the window that saw it
-    keys        (w) of the random numbers of its rows and cols, so that they can be cast again to the same bits
-    kept        (of x) what backward keeps of cols, the same tensors for all layers that share them
-    codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
-    origin      (x) what backward makes cols from again, instead of keeping them; None: they are kept
+    rows, cols  quantized t and quantized t.T; None until first use
+    amax        [1, 1] float32: the amax that set the scale under delayed scaling, else None
+    state       the amax state that recorded this tensor
+    keys        (w) "rows", "cols" -> noise key, so backward repeats a stochastic cast bit for bit
+    kept        (x) tensors saved for backward in place of cols; shared by all layers that read x
+    codes       (straight-through) codes of the forward GEMM (straight_through.Coded)
+    origin      (x) tensors from which backward recomputes cols; None: cols are saved
     """
 
     rows: QTensor | Tensor | None = None
@@ -56,7 +59,7 @@ class Casts:
         return self.rows is None and self.cols is None
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory that they hold."""
+        """Iterate over all tensors that hold memory."""
         for each in (self.rows, self.cols):
             parts = (each.data, each.scale, each.global_scale) if isinstance(each, QTensor) else (each,)
             yield from (part for part in parts if part is not None)
@@ -65,17 +68,21 @@ class Casts:
 
 
 class Operand:
-    """A tensor t [outer, inner] for the length of one call; see the module.
+    """A tensor t [outer, inner] during one call; see the module docstring.
 
-    needs    whether the gradients of x and of w are wanted
-    state    the tensor's amax window, its learned step, or where a sampler writes its readings; None without one
-    sampled  the rows that a sampler took of it, [n] int64
-    is_restored   whether this is backward, made without a tensor
-    is_carrier    whether the tensor has no numbers: its codes were gathered from other ranks
-    after         in backward the gradient that it began with
-    later         in backward what makes it again, if its cols are asked for
-    waiting       noise of its rows or cols that was drawn ahead (noise.py)
-    drawn         noise of its rows or cols, for an observer
+    tensor       t; None in backward if only codes were saved
+    plan         casts and kernels of the role
+    context      options of the call
+    needs        (gradient of x is needed, gradient of w is needed)
+    state        amax state, learned step, or readings of the row sampler; None without one
+    casts        the quantized copies
+    sampled      [n] int64, the rows of t that the sampler selected; None: all rows
+    is_restored  True in backward for an operand that `restore` rebuilt
+    is_carrier   True if the tensor has no data: its codes were gathered or frozen
+    after        (backward) the incoming gradient, which orders work of gathered codes after it
+    later        (backward) (Again, saved tensors) that recompute cols on first use
+    waiting      noise of rows or cols that was drawn earlier than used (noise.py)
+    drawn        noise of rows or cols, for an observer
     """
 
     sampled: Tensor | None = None
@@ -93,7 +100,10 @@ class Operand:
         self.waiting: dict[str, Any] = {}
 
     def read(self) -> None:
-        """Makes both casts at once, or one and the amax of the window, where a kernel reads t once for them; else the amax alone."""
+        """Make all copies that one read of t can give: rows and cols, or one copy and the amax.
+
+        Without such a kernel, delayed scaling only computes and records the amax.
+        """
         plan, casts, cast = self.plan, self.casts, self.plan.rows
         state = self.state if plan.is_delayed else None
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
@@ -101,12 +111,15 @@ class Operand:
         if state is not None and self._was_seen_by_another(state):
             return
         if state is not None and plan.role == "w" and not self.context.records:
-            # A weight may be another than the window saw: averaged, merged, copied in. Evaluation scales it by itself.
+            # Evaluation uses the current amax of a weight, which may not be
+            # the one that training recorded: averaged, merged, copied in. By
+            # the history the relative error was 0.81 instead of 0.037.
             if casts.amax is None:
                 casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             return
         if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
             delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
+            # Reading x once saves a read only if the kernel also returns the amax or the cols.
             x, run = self.tensor, None
             if delayed == (state is not None) and (delayed or both):
                 run = plan.one_read(x, delayed, both, self.context.records)
@@ -125,7 +138,7 @@ class Operand:
             casts.state = state
 
     def _was_seen_by_another(self, state: Tensor) -> bool:
-        """Whether a window with the same numbers saw this tensor; then this one has seen what that one has."""
+        """Return True if an equal amax history recorded this tensor; copy its state then."""
         seen = self.casts.state
         if self.plan.role != "x" or seen is None or seen is state:
             return False
@@ -135,33 +148,36 @@ class Operand:
 
     @property
     def _remembers_amax(self) -> bool:
-        """(w) whether backward, which casts it again, would read it once more for the amax that serves both its casts."""
+        """(w) True if backward recasts w, so that storing its amax saves a second read of w."""
         plan, cache = self.plan, self.context.cache
         is_whole = plan.rows is not None and plan.rows.is_per_tensor and isinstance(plan.rows.calibrate, Current)
         recasts = is_compiling() and not self.context.keeps_w if cache is None else cache.recasts
         return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and recasts
 
     def _keeps_cols(self, cast: Cast) -> bool:
-        """Whether what is made of t.T now will still be there when it is read."""
+        """True if cols made now will still exist when a GEMM reads them."""
         needs, context, stochastic = self.needs, self.context, cast.rounding == "stochastic"
         if self.plan.role == "gy":
             return needs[0] and needs[1]
-        if self.plan.role == "w":  # a cache keeps it; what draws random numbers must draw them at every forward pass
+        # w: a cache holds cols. A stochastic cast draws at every forward
+        # pass, so it is not made ahead.
+        if self.plan.role == "w":
             if context.cache is None:
                 return context.keeps_w and needs[0] and not stochastic
             return needs[0] and not context.cache.recasts and not stochastic and not self.tensor.is_inference()
-        # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
+        # Draw noise whether or not autograd records: the first pass of reentrant checkpointing runs
+        # without gradients, and its repetition must draw the same numbers.
         return self.keeps_codes and self.casts.origin is None and (context.grads or stochastic)
 
     def rows(self, rotation: Rotation) -> QTensor | Tensor:
-        """The operand of the product that reads t as it is."""
+        """The operand of the GEMM that reads t."""
         made = self._rows(rotation)
         if self.context.observer is not None:
             self._show("rows", self._shown(rotation, made), made)
         return made
 
     def cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
-        """The operand of the product that reads t.T. beside: the other operand of that product."""
+        """The operand of the GEMM that reads t.T. beside: the other operand of that GEMM."""
         made = self._cols(rotation, beside)
         if self.context.observer is not None:
             self._show("cols", self._shown(rotation, made, made), made)
@@ -182,7 +198,7 @@ class Operand:
         return self._seen(rotation, cols)
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
-        """What an observer is shown beside an operand: t in the basis in which it was cast."""
+        """Return t in the basis of its cast, for an observer."""
         if cols is None:
             return rotation(self.tensor)
         if self.plan.role == "x" and isinstance(cols, QTensor) and self.keeps_codes:
@@ -197,7 +213,8 @@ class Operand:
                 casts.rows = made
             return made
         if plan.role == "w" and plan.rows is not None and plan.rows.rounding == "stochastic":
-            # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
+            # Advance the generator as the cast did: activation checkpointing repeats a forward pass
+            # that cast w, and finds the cast here.
             self._noise(rotation(self.tensor), "rows")
         return casts.rows
 
@@ -213,10 +230,12 @@ class Operand:
         if plan.transposes and casts.rows is not None:
             made = casts.rows.T if isinstance(casts.rows, Tensor) else casts.rows.transposed()
             if plan.role == "w" and plan.cols_expand is None and isinstance(made, QTensor):
-                # Native GEMMs would otherwise turn the codes at every micro-batch.
+                # Store w.T row-major: native GEMMs would otherwise transpose
+                # it at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
             made = self._rotated_cast(self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols")
+            # The weight was written since forward: later passes must not find this copy.
             if not self._may_share(casts):
                 return made
         if not rotation.is_random:
@@ -224,9 +243,9 @@ class Operand:
         return made
 
     def _may_share(self, casts: Casts) -> bool:
-        """(w) whether forward passes to come may read what backward makes of the weight as it is now."""
+        """(w) True if later forward passes may read the copies that backward makes now."""
         cache = self.context.cache if self.plan.role == "w" else None
-        return cache is None or cache.is_gathered or bool(cache.may_add(casts))
+        return cache is None or cache.is_gathered or bool(cache.may_add(casts, self.tensor))
 
     def _rotated_cast(
         self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str
@@ -240,21 +259,29 @@ class Operand:
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
     def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str) -> QTensor | Tensor:
-        """x [outer, inner], the rows or the cols, as it enters a product: 16 bits, or quantized by its own amax or its window's."""
+        """Quantize x [outer, inner], the input of rows or cols; 16-bit if cast is None.
+
+        The scale comes from x's own amax, or from the amax history under delayed scaling.
+        """
         if cast is None:
             return high_precision(x, self.context.out_dtype)
         noise = self._noise(x, which) if cast.rounding == "stochastic" else None
+        # Under current scaling an amax is known if an earlier read returned
+        # it, which saves one read here.
         amax = self.casts.amax if isinstance(cast.calibrate, Window | Current) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:
-        from narrowgauge.nn.noise import noise_of  # where casts round stochastically alone
+        from narrowgauge.nn.noise import noise_of  # only for stochastic casts
 
         return noise_of(self, x, which)
 
     @property
     def rows_matter(self) -> bool:
-        """Whether making them leaves more than the operand of a product: draws, or what backward keeps."""
+        """True if making rows has a side effect: random draws, or codes for backward.
+
+        Selective checkpointing skips the output GEMM in recomputation, and makes rows only then.
+        """
         plan = self.plan
         if plan.rows is not None and not plan.serves_a_step[0]:
             return True
@@ -262,30 +289,36 @@ class Operand:
 
     @property
     def keeps_codes(self) -> bool:
-        """(x) whether the codes of x.T are kept for backward instead of x."""
+        """(x) True if the codes of x.T are saved for backward instead of x."""
         return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.keeps_x
 
     @property
     def can_be_made_again(self) -> bool:
-        """(x) whether backward gets the same cols from x made again: those that are kept now draw no random numbers."""
+        """(x) True if a recomputed x gives the same cols: they use no random numbers."""
         plan = self.plan
         return self.needs[1] and plan.kind is Operand and (plan.serves_a_step[1] or not self.keeps_codes)
 
     def share_key(self) -> tuple[Any, ...] | None:
-        """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
+        """(x) Equal for layers whose casts of the same tensor are equal; None: do not share."""
         plan, context, codes = self.plan, self.context, self.keeps_codes
         if plan.rows is None or not plan.shares_rows or (codes and not plan.shares_cols):
             return None
         if plan.is_delayed and context.x_window is None:
             return None
+        # Everything that rows, cols and the tensors saved for backward depend on.
         kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
         window = (context.x_window, context.records) if plan.is_delayed else None
         return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept, window
 
     def saved(self) -> Saved:
-        """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w.
+        """Tensors to save for backward.
 
-        Of w in compiled code that keeps its cols their three parts come behind it.
+            x, codes saved      (amax, codes, scale, global scale)
+            x, recomputed       (amax, *inputs of the fused function)
+            else                (amax, t); x is None if grad_weight is not needed
+            w, compiled code    (amax, w, codes, scale, global scale) if cols are saved
+
+        The second entry is always w for w.
         """
         casts, plan = self.casts, self.plan
         cache = self.context.cache if plan.role == "w" and self.context.grads else None
@@ -303,10 +336,11 @@ class Operand:
         return casts.amax, *casts.kept
 
     def _kept_codes(self) -> Saved:
-        """(codes, scale, global scale) of x.T; see `_keeps_exponents`."""
+        """(codes, scale, global scale) of x.T; scales may be exponents, see `_keeps_exponents`."""
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
-            # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
+            # A CPU saves dequantized values: encoding and decoding takes
+            # longer there than the GEMM.
             keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
@@ -319,11 +353,17 @@ class Operand:
 
     @property
     def again(self) -> Again | None:
-        """How backward makes it again, where nothing of its own is kept."""
+        """The object that recomputes this operand in backward; None if cols or x are saved."""
         return self.casts.origin.again if self.casts.origin is not None and self.needs[1] else None
 
     def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
-        """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
+        """Rebuild the operand in backward, as forward left it, and return it.
+
+        saved  the tensors of `saved`
+        shape  shape of t
+        after  the incoming gradient
+        again  recomputes the operand from `saved`; None: the tensors are its own
+        """
         self.after = after
         if again is not None:
             self.later = again, saved
@@ -343,6 +383,8 @@ class Operand:
             assert tensor is not None and scale is not None and plan.cols is not None
             if _keeps_exponents(plan.cols):
                 scale = from_exponents(scale)
+            # A rotation pads the contracted axis to whole blocks, and the
+            # codes have the padded length.
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
                 data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,
@@ -352,7 +394,9 @@ class Operand:
         cache = self.context.cache if plan.role == "w" else None
         found = self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
         if plan.role == "w" and found is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.context.w_casts = None  # else the codes stay for as long as the loss does
+            # The autograd graph holds the context, and the loss holds the
+            # graph: free the codes now.
+            self.context.w_casts = None
         if cache is not None and found is not None:
             self.casts = found
             if found.is_empty:
@@ -360,26 +404,30 @@ class Operand:
         return self
 
     def lets_wait(self, w: Operand) -> bool:
-        """(gy) whether the gradient of the input is made behind that of the weight; its random numbers are then drawn now (noise.py)."""
+        """(gy) True if grad_input may run after grad_weight; draws its random numbers now."""
         if self.plan.pairs or self.context.observer is not None or is_compiling():
             return False
-        from narrowgauge.nn.noise import drawn_ahead  # where one cast of gy does not serve both products
+        from narrowgauge.nn.noise import drawn_ahead  # only if gy needs two casts
 
         return drawn_ahead(self, w)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
-        """(gy) the result of a product that read it, of all rows."""
+        """(gy) Post-process the result of a GEMM that read this gradient, to all rows."""
         return d
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(x, w) the gradient of t and that of its learned step, from d, that of the decoded operand."""
+        """(x, w) Convert d, the gradient of the dequantized operand.
+
+        ->  (gradient of t, gradient of its learned step or None)
+        """
         return d, None
 
 
 def _keeps_exponents(cast: Cast) -> bool:
-    """Whether scales are kept as the exponents of powers of two, a byte each.
+    """True if power-of-two scales are saved as their exponents, one byte each.
 
-    Of a tile of 128 elements or more it would save at most 2.3 % of its codes, and cost eight launches on a GPU.
+    For tiles of 128 elements or more that would save at most 2.3 % of the codes' memory, for eight
+    more launches on a GPU (60 us).
     """
     return cast.scale.power_of_two and WHOLE not in cast.tile and cast.tile[0] * cast.tile[1] < 128
 
@@ -388,7 +436,7 @@ KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 
 
 def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None) -> Operand:
-    """The tensor as an Operand, with casts from the first source that knows it."""
+    """Build the Operand of a tensor, with casts from the first source that has them."""
     plan: OperandPlan = getattr(context.plan, role)
     if not is_compiling():
         tensor = in_memory(tensor)

@@ -1,6 +1,6 @@
-"""What a recipe means on a device (LinearPlan), and what one call of a layer adds to that (LinearContext).
+"""LinearPlan: a recipe resolved for a device. LinearContext: the options of one call of a layer.
 
-A plan is worked out once: choosing kernels at every call would cost more than a small product.
+A plan is computed once. Choosing kernels at every call would cost more than a small GEMM.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ from narrowgauge.scaling import WHOLE
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Stream
 
-# Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
+# Called with (gemm, role, original tensor, operand as it enters the GEMM)
+# for each operand of each GEMM. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
-# Role -> the product that reads the tensor as it is, and the one that reads it transposed.
+# Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
 PRODUCTS = {"x": ("output", "grad_weight"), "w": ("output", "grad_input"), "gy": ("grad_input", "grad_weight")}
 
 
 @dataclass(frozen=True, eq=False)
 class OperandPlan:
-    """How a tensor t [outer, inner] becomes the operands of its two products.
+    """Casts and kernels that turn a tensor t [outer, inner] into the operands of its two GEMMs.
 
     role          "x", "w" or "gy"
-    kind          the class of its Operand
-    rows, cols    the casts of t and of t.T; None: 16 bits
-    *_expand      the dtype of decoded values if the product's kernel wants those instead of codes
-    *_rotate      the rotation of the product
-    transposes    t.T needs no cast of its own: it is the cast of t, transposed
-    pairs         both products read codes of the same cast, so that one read of t may give both (`ops.quantize.pair`)
-    shares_rows   whether layers that cast the same t get the same rows: no random numbers, and no scale from a layer's own state but
-                  a window, if theirs are the same
-    shares_cols   and the same cols
-    is_delayed    whether a window of earlier steps gives their scale
-    kernels       the kernels chosen so far
+    kind          class of its Operand
+    rows, cols    casts of t and of t.T; None: 16 bits
+    *_expand      dtype of dequantized values if the GEMM's kernel reads those instead of codes
+    *_rotate      rotation of the GEMM
+    transposes    t.T needs no cast of its own: it is the transposed cast of t
+    pairs         both GEMMs read codes of the same cast, so one read of t may give both
+                  (`ops.quantize.pair`)
+    shares_rows   layers that cast the same t get the same rows: no random numbers, and no scale
+                  from the layer's state other than an amax history, if the histories are equal
+    shares_cols   likewise for cols
+    is_delayed    an amax history of earlier steps sets the scale
+    kernels       kernels chosen so far
     """
 
     role: str
@@ -65,9 +67,10 @@ class OperandPlan:
     kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
-        """As `ops.quantize`, by a kernel that is chosen once; no refusal looks at more of the arguments than the key does."""
+        """`ops.quantize`, with a kernel that is chosen once per form of the arguments."""
         if is_compiling():
             return quantize(x, cast, amax=amax, noise=noise, expand=expand)
+        # The facts that a kernel's refusal may depend on. A new refusal must add its fact here.
         key = (cast is self.rows, x.dtype, expand, x.shape[1] & 1, 0 in x.shape, type(noise))
         run = self.kernels.get(key)
         if run is None:
@@ -76,20 +79,26 @@ class OperandPlan:
         return found
 
     def with_amax(self, x: Tensor) -> tuple[QTensor | None, Tensor]:
-        """See `ops.quantize.pair.plan_with_amax`."""
+        """Quantize x and return its amax; see `ops.quantize.pair.plan_with_amax`."""
         assert self.rows is not None
         if is_compiling():
             return None, tile_amax(x.detach(), (WHOLE, WHOLE))
         key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
         if (run := self.kernels.get(key)) is None:
-            from narrowgauge.ops.quantize import pair  # where weights are cast again
+            from narrowgauge.ops.quantize import pair  # only for weights that backward recasts
 
             run = self.kernels[key] = pair.plan_with_amax(x, self.rows)
         found: tuple[QTensor | None, Tensor] = run(x)
         return found
 
     def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:
-        """What casts x, [outer, inner], both ways, or by a window, in one read: run(x, amax_state, noise); None: no kernel does."""
+        """Return a kernel that reads x [outer, inner] once, or None if there is none.
+
+        delayed  scale by the amax history
+        both     also cast x.T
+        records  update the history
+        ->       run(x, amax_state, noise) -> (rows, cols, amax)
+        """
         if self.rows is None:
             return None
         if is_compiling():
@@ -103,7 +112,7 @@ class OperandPlan:
             )
         key = (delayed, both, records, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
-            from narrowgauge.ops.quantize import pair  # where kernels read codes
+            from narrowgauge.ops.quantize import pair  # only for kernels that read codes
 
             reads_once = pair.reads_once(x, self.rows, delayed, both)
             self.kernels[key] = pair.plan(x, self.rows, records, both, delayed) if reads_once else None
@@ -112,7 +121,7 @@ class OperandPlan:
 
     @cached_property
     def serves_a_step(self) -> tuple[bool, bool]:
-        """Whether rows, and cols, are the same at every call between two optimizer steps."""
+        """(rows, cols): True if the cast is the same at every call between two optimizer steps."""
         return (
             self.rows is not None and not _draws(self.rows, self.rows_rotate),
             self.cols is not None and not _draws(self.cols, self.cols_rotate),
@@ -120,7 +129,7 @@ class OperandPlan:
 
 
 def _draws(cast: Cast | None, rotate: Hadamard | None) -> bool:
-    """Whether random numbers enter the operand."""
+    """True if random numbers enter the operand."""
     return (cast is not None and cast.rounding != "nearest") or (rotate is not None and rotate.signs == "random")
 
 
@@ -131,7 +140,11 @@ def _is_shareable(cast: Cast | None, rotate: Hadamard | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LinearPlan:
-    """output, grad_input, grad_weight: the kernel of each product. x, w, gy: how their operands are made."""
+    """The kernels and casts of one recipe on one device.
+
+    output, grad_input, grad_weight   kernel of each GEMM
+    x, w, gy                          how the operands are made
+    """
 
     recipe: Recipe
     output: Plan
@@ -145,9 +158,13 @@ class LinearPlan:
     def of(
         cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "", wide: bool = False
     ) -> LinearPlan:
-        """kinds: role (x, w, gy) -> the class of its Operand. hidden_by: what hides their memory, see `addresses.wrapper`.
+        """Resolve a recipe for a device.
 
-        wide: keep decoded values in float32, for float32 products on a CPU, which would convert them at each call.
+        kinds      role (x, w, gy) -> class of its Operand
+        hidden_by  name of the wrapper class that hides the memory of the tensors, see
+                   `addresses.wrapper`
+        wide       dequantize to float32, for float32 GEMMs on a CPU. They would convert bfloat16
+                   values at every call
         """
         of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
         plans = {name: of(gemm, device) for name, gemm in recipe.gemms().items()}
@@ -158,7 +175,10 @@ class LinearPlan:
         return cls(recipe, plans["output"], plans["grad_input"], plans["grad_weight"], *operands)
 
     def step_cast(self) -> tuple[Cast | None, str]:
-        """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""
+        """Return (cast, '') for the weight cast that an optimizer step can leave beside the weight.
+
+        Returns (None, reason) if it cannot. The reason is a clause.
+        """
         w, recipe = self.w, self.recipe
         if recipe.backward == "straight-through":
             return None, f"{recipe.name} multiplies straight-through, with casts of its own"
@@ -183,12 +203,13 @@ def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, P
     first, second = PRODUCTS[role]
     rotations = getattr(recipe, first).rotate, getattr(recipe, second).rotate
     expands = plans[first].expand, plans[second].expand
-    # Codes of x are kept, and decoded when they are read.
+    # x may differ in *_expand: its codes are saved, and dequantized when grad_weight reads them.
     same = rows == cols and (expands[0] == expands[1] or role == "x")
     unrotated = rotations[0] is rotations[1] is None
     pairs = unrotated and rows is not None and rows == cols and expands[0] is expands[1] is None
     transposes = same and unrotated and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))
-    if recipe.backward == "straight-through":  # gy: its rows may be sampled; one draw of the noise serves both products
+    # gy: one cast with one draw of noise serves both GEMMs, unless grad_input samples rows.
+    if recipe.backward == "straight-through":
         unpacked = rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
         whole = rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
         pairs, transposes = False, same and unpacked and whole
@@ -199,24 +220,28 @@ def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, P
 
 @dataclass(eq=False)
 class LinearContext:
-    """What one call of the products needs besides tensors.
+    """The options of one call of a Linear, besides its tensors.
 
-    out_dtype      of the result
-    records        whether delayed scaling notes what it sees: in training, not in evaluation
-    grads          whether autograd records, so that a backward pass may come
-    sources        role -> who may have the operand's casts already (caches.py), in the order in which they are asked
-    cache          what keeps the weight's casts, for backward too
-    is_cold        whether learned steps are in their cold start
-    sampled        the products whose rows are sampled in this step
-    steps_version  changes whenever the learned steps do
-    stream         where random numbers come from; None: torch's generator, in turn
-    by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
-    x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
-    keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
-    watches        whether the observer needs x itself in backward (`observer.ProductObserver`), also where codes alone would be saved
-    shows_results  whether the observer sees results (`observer.ProductObserver`)
-    keeps_w        (compiled code) whether forward casts the weight both ways and keeps its cols for backward
-    w_casts        (eager code) the casts of the weight that forward leaves to backward; None: backward casts it
+    out_dtype      dtype of the result
+    records        True in training: delayed scaling records amax
+    grads          autograd records, so a backward pass may follow
+    sources        role -> caches of the operand (caches.py), in the order in which they are
+                   searched
+    cache          cache of the weight's casts, also for backward
+    observer       receives the operands
+    is_cold        learned steps are in their cold start
+    sampled        GEMMs whose rows are sampled in this step
+    steps_version  changes whenever the learned steps change
+    stream         source of random numbers on several ranks; None: torch's generator
+    by_rows        sum the squares of a weight row by row, which ranks with some of its rows can
+                   repeat
+    x_window       equal for layers whose amax histories of x are equal; None: unknown
+    keeps_x        save x for backward and cast it there, although the recipe saves codes; see
+                   `kept_inputs`
+    keeps_w        (compiled code) forward casts the weight both ways and saves cols for backward
+    watches        the observer needs x itself in backward (`observer.ProductObserver`)
+    shows_results  the observer receives results (`observer.ProductObserver`)
+    w_casts        (eager code) weight casts that forward leaves for backward; None: backward casts
     """
 
     plan: LinearPlan

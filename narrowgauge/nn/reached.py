@@ -1,17 +1,22 @@
-"""Layers with a recipe whose weight is multiplied without calling them: there the recipe takes no effect.
+"""Detect layers whose weight is multiplied without calling them: their recipe has no effect there.
 
-    F.linear(x, layer.weight)              PEFT's HRA and SHiRA compute so, and losses that read the output head
+    F.linear(x, layer.weight)            PEFT's HRA and SHiRA, and losses that read the output head
     F.linear(x, layer.weight + delta)
 
-Two kinds of evidence are needed, since a layer may be skipped for good reasons (an expert without tokens, LayerDrop, a branch for
-evaluation, another stage of a pipeline):
+A layer may be skipped for good reasons: an expert without tokens, LayerDrop, a branch for
+evaluation, another stage of a pipeline. The warning therefore needs two observations:
 
-    1. for PATIENCE optimizer steps in a row the layer is not called, while others of the model are
-    2. in the next WATCHED steps its weight, or a matrix of its shape that is computed from it, is an operand of a matrix product
+    1. for PATIENCE optimizer steps in a row the layer is not called, while other layers are
+    2. in the next WATCHED steps its weight, or a matrix of its shape that is computed from it, is
+       an operand of a GEMM
 
-For 2 the Parameter's class changes while the step is computed, which changes no number, and changes back before an optimizer of torch
-steps. Compiled layers are not seen being called, nor are their weights, so nothing is said of a model of which torch.compile has
-compiled anything. Weights that are kept as codes are not watched.
+For 2 the Parameter's class changes while the step is computed, and changes
+back before an optimizer of torch steps. No value changes. Calls and weights
+of compiled layers are invisible here, so nothing is reported once
+torch.compile has compiled anything. Weights stored as codes are not watched.
+
+Rejected: hooks on the modules that own the layers. They cause recompilations, and cannot
+distinguish an unused branch from a read.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.recipe import Recipe
 
-PATIENCE, WATCHED = 3, 3
+PATIENCE, WATCHED = 3, 3  # optimizer steps without a call, then steps with a watch
 PRODUCTS = frozenset(
     (
         "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "__matmul__", "__rmatmul__",
@@ -36,13 +41,17 @@ PRODUCTS = frozenset(
     )
 )  # fmt: skip
 
-QLinear = Any  # nn.linear imports this, by way of step_end
-_watched: dict[int, tuple[Tensor, Watch]] = {}  # weights whose class is changed now
+QLinear = Any  # nn.linear imports this module through step_end
+_watched: dict[int, tuple[Tensor, Watch]] = {}  # weights whose class is changed now, by id
 _registered: list[Any] = []
 
 
 class Watch:
-    """What is seen of one weight. products: matrix products that read it."""
+    """Observations of one weight.
+
+    products   number of GEMMs that read it
+    is_active  False once the watch has ended; tensors computed from the weight may live longer
+    """
 
     def __init__(self) -> None:
         self.products = 0
@@ -50,12 +59,15 @@ class Watch:
 
 
 def end_step(layers: dict[QLinear, str]) -> None:
-    """An optimizer step of these layers, with their names, has ended."""
-    own = [each for each in layers if "missed" in each.__dict__]  # embeddings have none
+    """End an optimizer step.
+
+    layers  layer -> name
+    """
+    own = [each for each in layers if "missed" in each.__dict__]  # without embeddings
     others = sum(each.called for each in own)
     bypassed = []
     for layer in own:
-        facts = layer.__dict__
+        facts = layer.__dict__  # nn.Module.__setattr__ costs a microsecond per attribute
         if facts["called"] or not others or layer.recipe is None or layer.is_suspended or _casts_nothing(layer.recipe):
             facts["called"], facts["missed"] = False, 0 if facts["called"] else facts["missed"]
             if facts["watch"] is not None:
@@ -74,7 +86,10 @@ def end_step(layers: dict[QLinear, str]) -> None:
 
 
 def _casts_nothing(recipe: Recipe) -> bool:
-    """Recipe `bf16`: a loss that multiplies the output head's weight itself (`memory.chunked_cross_entropy`) loses nothing."""
+    """True for recipe `bf16`, which loses nothing if a loss multiplies the head's weight itself.
+
+    `memory.chunked_cross_entropy` does so.
+    """
     return all(gemm.lhs is None and gemm.rhs is None for gemm in recipe.gemms().values())
 
 
@@ -90,7 +105,7 @@ def _warn(bypassed: list[QLinear], names: dict[QLinear, str], others: int) -> No
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """True if torch.compile has compiled anything in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
 
@@ -117,7 +132,7 @@ def _stop(layer: QLinear) -> None:
 
 
 def _pause(*_: Any) -> None:
-    """Optimizers see ordinary Parameters."""
+    """Make the weights ordinary Parameters before an optimizer reads them."""
     for weight, _watch in list(_watched.values()):
         _give_back(weight)
 
@@ -130,7 +145,7 @@ def _give_back(weight: Any) -> None:
 
 
 def _seen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation as ever; its operands' watches count it if it is a matrix product."""
+    """Run an operation. If it is a GEMM, count it for the watches of its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
         operands = [each for each in (*args, *kwargs.values()) if type(each) in (WatchedWeight, FromWatched)]
@@ -140,7 +155,8 @@ def _seen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if func.__name__ in PRODUCTS:
             for watch in watches:
                 watch.products += 1
-        # Not of `detach`, by which state dicts take what they hold.
+        # Follow results of the weight's size: W + delta, a cast, W.T. Not `detach`, with which
+        # state dicts read their tensors.
         if (
             type(found) is Tensor
             and found.ndim == 2
@@ -154,7 +170,7 @@ def _seen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class WatchedWeight(nn.Parameter):
-    """A Parameter for the time of a watch; `_watch` counts its products."""
+    """A Parameter during a watch; `_watch` counts its GEMMs."""
 
     _watch: Watch
 
@@ -162,6 +178,7 @@ class WatchedWeight(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _seen(func, args, kwargs or {})
 
+    # Copies and pickles made during a watch are ordinary Parameters.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(_plain(self).detach(), _plain(self).requires_grad).__reduce_ex__(protocol)
 
@@ -172,7 +189,7 @@ class WatchedWeight(nn.Parameter):
 
 
 class FromWatched(Tensor):
-    """A matrix that was computed from a watched weight: W + delta, W cast, W.T."""
+    """A matrix computed from a watched weight: W + delta, a cast of W, W.T."""
 
     _watch: Watch
 

@@ -1,7 +1,8 @@
-"""Rows that are rotated and cast in pieces on a GPU, where a cast looks at rows apart.
+"""Rotate and quantize a matrix in pieces of rows on a GPU, for casts with scales per row.
 
-A rotated matrix is float32, four bytes for each element of a bfloat16 one; so it is never there as a whole. The codes are the same, noise
-included, which is a function of the element.
+A rotated matrix is float32, four bytes per element of a bfloat16 one, so
+it never exists as a whole. The codes are identical, with stochastic
+rounding too: noise is a function of the element's index.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from narrowgauge.recipe import Cast, Current
 
 
 def casts_apart(cast: Cast, x: Tensor) -> bool:
-    """Whether `cast_in_pieces` casts x, [outer, inner], as the whole of it would be."""
+    """True if `cast_in_pieces` gives the same codes for x [outer, inner] as a cast of the whole."""
     if len(cuts(x)) == 1:
         return False
     if cast.rounding == "stochastic":
@@ -27,19 +28,26 @@ def casts_apart(cast: Cast, x: Tensor) -> bool:
 
         if not draws_keys(x.device):
             return False
+    # A scale must not depend on rows of other pieces.
     return cast.tile[0] == 1 and not cast.scale.two_level and isinstance(cast.calibrate, Current)
 
 
 def cast_in_pieces(
     x: Tensor, cast: Cast, rotation: Rotation, noise: Any, plan: OperandPlan, expand: torch.dtype | None
 ) -> QTensor:
-    """noise: the Key of all of it, or None. plan: of the operand, which casts rotated rows."""
+    """Rotate and quantize x [outer, inner] piece by piece.
+
+    noise   the Key of the whole matrix, or None
+    plan    plan of the operand, which quantizes the rotated rows
+    expand  dtype of dequantized values in place of codes, or None
+    """
     parts = []
     for each in cuts(x):
         rows = rotation(x[each])
+        # rows.shape[1] is the padded length: noise is counted over the rotated matrix.
         some = None if noise is None else noise.after(each.start * rows.shape[1])
         parts.append(plan.quantize(rows, cast, None, some, expand))
-        del rows  # before the next ones are made
+        del rows  # free it before the next piece is allocated
     data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
     first = parts[0]
     return QTensor.of_parts(data, scale, cast, first.inner, first.global_scale)

@@ -1,4 +1,4 @@
-"""The rotation of a product's operands along the contracted axis."""
+"""Rotation of a GEMM's two operands along the contracted axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one product, by default none: both operands pass through it before they are cast."""
+    """The rotation of one GEMM, by default none. Both operands use the same one, before their cast.
+
+    hadamard   block size and kind of signs; None: no rotation
+    signs      [padded inner] of +1 and -1, or None
+    is_random  the signs are drawn at every GEMM, so casts under them cannot be reused
+    """
 
     hadamard: Hadamard | None = None
     signs: Tensor | None = None
@@ -25,7 +30,11 @@ class Rotation:
     def draw(
         cls, hadamard: Hadamard | None, operand: Tensor, stream: Stream | None = None, product: str = ""
     ) -> Rotation:
-        """Along the last axis of `operand`, with new signs where they are random."""
+        """The rotation along the last axis of `operand`, with new signs if the recipe's are random.
+
+        stream   source of random numbers on several ranks; None: torch's generator
+        product  name of the GEMM, for the draw of a stream
+        """
         if hadamard is None:
             return NONE
         from narrowgauge.ops.hadamard import draw_signs
@@ -35,6 +44,8 @@ class Rotation:
         if is_random and signs is not None:
             from narrowgauge.nn.tied_draws import tied
 
+            # Under torch.compile an untied draw gave the two operands of
+            # grad_weight different signs.
             signs = tied(signs, operand)
         return cls(hadamard, signs, is_random)
 

@@ -1,6 +1,6 @@
-"""A Linear inside DTensor: it computes on local tensors, so that casts, caches, windows and kernels see plain ones.
+"""A Linear on DTensors, computed on local tensors: casts, caches and kernels see plain tensors.
 
-One row per axis of the mesh, by how the weight lies on it; x that lies otherwise is redistributed first.
+One row per placement of the weight, for each mesh axis. x is redistributed first if it differs.
 
                    weight      x            y            gradient of x   of weight
     column-wise    Shard(0)    Replicate    Shard(last)  Partial         Shard(0)
@@ -8,14 +8,17 @@ One row per axis of the mesh, by how the weight lies on it; x that lies otherwis
     replicated     Replicate   Replicate    Replicate    Replicate       Replicate
     tokens         Replicate   Shard(i)     Shard(i)     Shard(i)        summed here, Replicate
 
-Partial is summed by whoever asks for another placement of y: the style that parallelised the layer. A row-wise bias enters on the first
-rank alone, before y is rounded, and its gradient is of the whole y. Current scaling and tiles go by the local shard; learned steps are
-the same on all ranks, and their gradients are summed over all that hold a part of x or of the weight.
+The parallel style that requests another placement of y reduces Partial. A row-wise bias is added on
+the first rank alone, before y is rounded. Its gradient comes from the whole y. Current scaling and
+tiles use the local shard. Learned steps are equal on all ranks. Their gradients are summed over the
+ranks that hold a part of x or of the weight.
 
-Imported when the first DTensor is met (QLinear.forward): torch.distributed.tensor costs a second. Traced by torch.compile.
+QLinear.forward imports this module on the first DTensor, since torch.distributed.tensor takes a
+second to import. torch.compile traces it.
 
-`DTensor.to_local` and `from_local` work out layouts anew in both directions, which is half of what they cost. Here each is made once:
-DTensor's constructor and its layout are private to torch, checked on 2.13. Compiled code pays for neither and takes the public ones.
+`DTensor.to_local` and `from_local` recompute layouts in both directions, which is half of their
+cost. In eager mode each layout is computed once instead, with DTensor's constructor and its
+DTensorSpec, which are private to torch (checked on 2.13). Compiled code uses the public functions.
 """
 
 from __future__ import annotations
@@ -36,30 +39,36 @@ Placements = tuple[Placement, ...]
 
 
 class Locals:
-    """The local tensors of one call, and how its result lies on the mesh.
+    """The local tensors of one call, and the placement of its result.
 
-    x, weight, bias  plain; bias is zero where another rank adds it
-    owner            the tensor whose life and object stand for x's, for what layers share
-    partly           (x, weight): the axes of the mesh on which a rank holds a part of it, or sees a part of its gradient
+    x, weight, bias  plain tensors; bias is zero on ranks that do not add it
+    owner            the tensor that identifies x for caches that layers share
+    placements       of y
+    shape            global shape of y
+    partly           per mesh axis, True if a rank holds a part of x or weight, or of their
+                     gradients
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None = None) -> None:
-        """state: a tensor that a recipe added to the layer."""
+        """Redistribute x if needed. state: a tensor of the recipe's state, which is checked."""
         if isinstance(state, DTensor):
             raise ConfigError(
                 "linear: windows or learned steps of a recipe are DTensors, as distribute_module makes of all buffers of a model. "
-                "Parallelise with parallelize_module, which leaves them alone, or convert afterwards."
+                "Parallelise with parallelize_module, which leaves them alone, or convert afterwards.",
+                code="linear.distributed-buffers",
             )
         if not isinstance(x, DTensor) or not isinstance(weight, DTensor):
             named = ("x", "weight") if isinstance(x, DTensor) else ("weight", "x")
             raise ConfigError(
                 f"linear: {named[0]} is a DTensor and {named[1]} is not. Parallelise the layer with a style that turns both into "
-                "DTensors, as ColwiseParallel and RowwiseParallel do, or hand it local tensors."
+                "DTensors, as ColwiseParallel and RowwiseParallel do, or hand it local tensors.",
+                code="linear.mixed-dtensors",
             )
         self.mesh: DeviceMesh = weight.device_mesh
         if x.device_mesh != self.mesh:
             raise ConfigError(
-                f"linear: x lies on {x.device_mesh}, weight on {self.mesh}. Redistribute x to the mesh of the weight."
+                f"linear: x lies on {x.device_mesh}, weight on {self.mesh}. Redistribute x to the mesh of the weight.",
+                code="linear.mesh",
             )
         last = x.ndim - 1
         laid = [_laid(each, its, last) for each, its in zip(x.placements, weight.placements, strict=True)]
@@ -70,7 +79,8 @@ class Locals:
         self.shape = torch.Size((*x.shape[:-1], weight.shape[0]))
         self.x = local_part(x, tuple(each[2] for each in laid))
         self.owner = self.x if torch.compiler.is_compiling() else owner_of(x)
-        # Of a weight that all have, tokens each their own: summed here, since optimizers look at plain gradients.
+        # Tokens are sharded and the weight is replicated: sum its gradient here, since optimizers
+        # do not reduce a Partial gradient.
         token_axes = tuple(
             its.is_replicate() and each.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
         )
@@ -83,13 +93,15 @@ class Locals:
 
     def _bias(self, bias: Tensor, token_axes: tuple[bool, ...]) -> Tensor:
         if not isinstance(bias, DTensor):
-            raise ConfigError("linear: weight is a DTensor and bias is not. Distribute both.")
+            raise ConfigError(
+                "linear: weight is a DTensor and bias is not. Distribute both.", code="linear.bias-placement"
+            )
         own = self.summed(local_part(bias, bias.placements), token_axes)
         others = [its.is_partial() and self.mesh.get_local_rank(axis) > 0 for axis, its in enumerate(self.placements)]
         return _Zeros.apply(own) if any(others) else own
 
     def summed(self, local: Tensor, axes: tuple[bool, ...]) -> Tensor:
-        """local, the same on all ranks of these axes; its gradient becomes the sum of theirs."""
+        """Return local, equal on all ranks of the mesh axes. Sum its gradient over these axes."""
         if not any(axes):
             return local
         there = (Replicate(),) * len(axes)
@@ -97,16 +109,18 @@ class Locals:
         return local_part(DTensor.from_local(local, self.mesh, there, run_check=False), back)
 
     def step(self, step: Tensor | None, role: str) -> Tensor | None:
-        """A learned step of "x" or "w" whose gradient is that of the whole tensor."""
+        """A learned step of "x" or "w" with the gradient of the whole tensor."""
         if step is None:
             return None
         part, whole = self._wholes[role]
-        share = part.numel() / max(whole.numel(), 1)  # LSQ divides by the root of the number of elements
+        # LSQ divides by sqrt(numel), and the local gradient by sqrt(numel of the part). The factor
+        # turns the second into the first, for the whole tensor.
+        share = part.numel() / max(whole.numel(), 1)
         everywhere = self.summed(step, self.partly)
         return everywhere.detach() + (everywhere - everywhere.detach()) * share**0.5
 
     def wrap(self, y: Tensor) -> Tensor:
-        """The local result as a DTensor."""
+        """Wrap the local result as a DTensor."""
         if torch.compiler.is_compiling():
             strides = _strides(self.shape)
             return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
@@ -115,7 +129,11 @@ class Locals:
 
 
 def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placement, Placement]:
-    """(of x, of y, of the gradient of x) on one axis of the mesh, see the module. last: the axis of x that is contracted."""
+    """Placements of (x, y, gradient of x) on one mesh axis, by the table of the module docstring.
+
+    last  the contracted axis of x
+    """
+    # Subclasses of Shard (strided shards) have another layout and are refused below.
     if weight.is_shard(0) and type(weight) is Shard:
         return Replicate(), Shard(last), Partial()
     if weight.is_shard(1) and type(weight) is Shard:
@@ -123,7 +141,8 @@ def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placem
     if not weight.is_replicate():
         raise ConfigError(
             f"linear: the weight lies as {weight!r} on an axis of the mesh; a Linear multiplies by Shard(0), Shard(1) or Replicate. "
-            "Redistribute it, or parallelise the layer with ColwiseParallel or RowwiseParallel."
+            "Redistribute it, or parallelise the layer with ColwiseParallel or RowwiseParallel.",
+            code="linear.weight-placement",
         )
     if x.is_shard() and not x.is_shard(last):
         return x, x, x
@@ -131,10 +150,14 @@ def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placem
 
 
 def local_part(x: DTensor, gradient: Placements | None = None) -> Tensor:
-    """The part of this rank, there: what a collective brings is waited for. gradient: how that of the result will lie."""
+    """Return this rank's part of x, after pending collectives have finished.
+
+    gradient  placements of the gradient of the result; None: as x
+    """
     if torch.compiler.is_compiling():
         local = x.to_local(grad_placements=gradient or x.placements)
         return _Waited.apply(local) if type(local).__name__ == "AsyncCollectiveTensor" else local
+    # Without autograd no layout of a gradient is needed.
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _waited(x._local_tensor)
     own: DTensorSpec = x._spec
@@ -145,12 +168,12 @@ def local_part(x: DTensor, gradient: Placements | None = None) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """x, or the part of it that this rank holds."""
+    """Return x, or this rank's part of a DTensor."""
     return local_part(x) if isinstance(x, DTensor) else x
 
 
 def cut_tiles(weight: Tensor, recipe: Recipe) -> str:
-    """In words: which axis of the weight ranks cut within a tile of the recipe; '' if none."""
+    """Describe the axis of the weight that ranks cut within a tile of the recipe; '' if none."""
     if not isinstance(weight, DTensor):
         return ""
     casts = {cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast is not None}
@@ -171,13 +194,16 @@ def cut_tiles(weight: Tensor, recipe: Recipe) -> str:
 
 
 def owner_of(x: DTensor) -> Tensor:
-    """The tensor whose views the layers are given: `from_local` makes another DTensor for each of them."""
+    """Return the tensor that identifies x in caches.
+
+    `from_local` builds another DTensor for each reader, so the DTensor itself does not.
+    """
     local: Tensor = x._local_tensor
     return local if local._base is None else local._base
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor."""
     found, step = [], 1
     for size in reversed(shape):
         found.append(step)
@@ -186,7 +212,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _spec(mesh: DeviceMesh, placements: Placements, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Of a contiguous tensor."""
+    """Layout of a contiguous DTensor."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _strides(shape), dtype))
 
 
@@ -196,11 +222,12 @@ def _waited(local: Any) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """x's local tensor; its gradient becomes a DTensor of `spec`."""
+    """x's local tensor. The gradient is wrapped as a DTensor of `spec`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
+        # Without a gradient, pass None on instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         local = _waited(x._local_tensor)
         return local.view_as(local)
@@ -211,7 +238,10 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The DTensor of `spec` whose part y is; of its gradient the part, where y is a part of a sum that of the whole."""
+    """The DTensor of `spec` with local part y. Backward returns the local part of the gradient.
+
+    If y is Partial, its gradient is the whole (Replicate) gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, spec: DTensorSpec) -> Tensor:
@@ -230,6 +260,8 @@ class _Whole(torch.autograd.Function):
 
 
 class _Waited(torch.autograd.Function):
+    """Wait for an asynchronous collective. The gradient passes unchanged."""
+
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
         found: Tensor = x.wait()
@@ -241,7 +273,7 @@ class _Waited(torch.autograd.Function):
 
 
 class _Zeros(torch.autograd.Function):
-    """Zeros instead of a bias that another rank adds; the gradient is the bias's."""
+    """Zeros in place of a bias that another rank adds. The gradient passes to the bias."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:

@@ -1,19 +1,21 @@
-"""The end of an optimizer step: by `advance`, a line of the training loop, or by torch's optimizers themselves.
+"""The end of an optimizer step, by `advance` in the loop or by a hook of torch's optimizers.
 
-torch calls `_after_step` after every `optimizer.step()` (torch.optim.optimizer.register_optimizer_step_post_hook, registered with the
-first layer). It ends the step of the models that were converted as a whole, and of the layers that stand alone, of which the
-optimizer holds a parameter: also of those whose weights it does not move, as under LoRA. So a weight that is written without a sign,
-by a fused optimizer, is cast anew. `advance` after it only forgets the casts of those layers made since: their step has ended already.
-In eager mode a layer that trains again in between has begun another step, which `advance` ends.
+torch calls `_after_step` after every `optimizer.step()`
+(register_optimizer_step_post_hook, registered with the first layer). It ends the step of
+converted models, and of layers outside such a model, if the optimizer holds a parameter
+of the model or layer. Frozen weights of such a model, as under LoRA, are included.
+Weights written without a version change, by a fused optimizer, are therefore recast.
 
-Casts that were reused on a GPU although the weight was written meanwhile, as `nn.caches` tells later, are reported here.
+`advance` after `optimizer.step()` only clears casts made since. A layer that trains again in
+between (eager mode) has begun another step, which `advance` ends.
 
-A step inside a backward pass (an optimizer per parameter) ends nothing, since layers further ahead have not seen their gradients; the
-casts of its weights are forgotten. Where a GradScaler skips the step, torch calls nothing, and the windows go on taking maxima. A step
-that torch.compile traces, an optimizer that is none of torch's, and weights written by hand need the line.
+Not covered, so that `advance` is needed: a step traced by torch.compile, optimizers that are not
+torch's, weights written by hand. If a GradScaler skips a step, torch calls no hook, and the amax of
+further passes joins the same step.
 
-Learned steps are told of the optimizer as well: none may hold them (`learned_step`). Followed are weak references to models and layers,
-and nothing else is global.
+The hook also reports weights that were written behind reused casts on a
+GPU (`weight_cache`), and learned steps that no optimizer holds
+(`learned_step`). Global state: weak references to models and layers.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-QLinear = Any  # nn.linear imports this
+QLinear = Any  # nn.linear imports this module
 _LAYERS: weakref.WeakSet[QLinear] = weakref.WeakSet()
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_LOCK = threading.RLock()  # of both: weak sets may not grow while they are read
-_registered: list[Any] = []  # torch's handle, so that it is done once
+# Guards both sets: a WeakSet raises if it grows during iteration.
+_LOCK = threading.RLock()
+_registered: list[Any] = []  # torch's handle; the hook is registered once
 
 
 def follow_layer(layer: QLinear) -> None:
-    """From now on the steps of torch's optimizers that hold a parameter of the layer are steps of it."""
+    """End steps of this layer with any optimizer of torch that holds a parameter of the layer."""
     with _LOCK:
         if not _registered:
             _registered.append(register_optimizer_step_post_hook(_after_step))
@@ -43,7 +46,7 @@ def follow_layer(layer: QLinear) -> None:
 
 
 def follow_model(model: nn.Module) -> None:
-    """And of all layers of a model, whichever of its parameters the optimizer holds."""
+    """End steps of all layers of this model with optimizers that hold any of its parameters."""
     with _LOCK:
         _MODELS.add(model)
 
@@ -54,9 +57,12 @@ def forget(layer: QLinear) -> None:
 
 
 def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = None) -> None:
-    """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide.
+    """End an optimizer step: update amax histories, cold starts and samplers, and clear casts.
 
-    Before that, what ranks saw of the layers that they share is agreed on. held: those whose parameters an optimizer steps; None: all.
+    layers  layer -> name
+    held    layers with a parameter in the optimizer that stepped; None: all
+
+    Ranks that share layers first agree on the recorded state.
     """
     from narrowgauge.nn import reached
     from narrowgauge.nn.step_warnings import warn_of_eval, warn_of_ranks
@@ -70,6 +76,7 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     if held is not None:
         warn_of_eval(layers)
     states = {id(layer.peers.state): layer.peers.state for layer in layers if layer.peers is not None}
+    # All ranks must run these collectives in one order, and a dict may order them differently.
     for state in sorted(states.values(), key=lambda each: each.creation_index):
         state.end_step(layers.keys())
     learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
@@ -103,10 +110,14 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if layer.steps is not None and (weight := layer._parameters.get("weight")) is not None:
             layer.steps.saw_optimizer(weight, held)
     alone = [each for each in layers if any(id(own) in held for own in each._parameters.values())]
-    if torch._C._current_graph_task_id() != -1:  # inside a backward pass
+    # Inside a backward pass (an optimizer per parameter): layers further
+    # ahead have not received their gradients, and checkpointing repeats
+    # forward passes with the old scales. Only clear casts.
+    if torch._C._current_graph_task_id() != -1:
         for layer in alone:
             layer.empty_cache(keep=True)
         return
+    # By layer, not by name: two models in one optimizer may have layers of equal names.
     ended: dict[QLinear, str] = {}
     for model in models:
         if any(id(parameter) in held for parameter in model.parameters()):
@@ -114,13 +125,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     ended |= {each: "" for each in alone if each not in ended}
     if ended:
         names = {each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())}
-        end_steps(names, alone)  # of a model that is cut, other ranks hold the others
+        end_steps(names, alone)  # under pipeline parallelism other ranks hold the other layers
     if any((weight := each._parameters.get("weight")) is not None and weight.dtype == torch.float16 for each in ended):
         from narrowgauge.nn.step_warnings import warn_of_float16
 
         warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)
     for layer in ended:
-        layer.step_ended = True
+        layer.__dict__["step_ended"] = True  # nn.Module.__setattr__ costs 2 us
     from narrowgauge.nn.wide_copies import end_step
 
     end_step(models, ended.keys())

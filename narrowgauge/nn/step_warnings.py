@@ -1,7 +1,7 @@
-"""Warnings about a training loop at the end of a step, once each.
+"""Warnings about a training loop at the end of a step, each issued once.
 
-Ranks that do not agree, training in eval mode, steps that nothing ends, weights that were written behind their casts,
-gradients that float16 does not hold.
+Causes: ranks without agreement, training in eval mode, steps that nothing ends, weights written
+behind their casts, gradients outside float16's range.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from narrowgauge.nn.linear_state import added, words
 
 
 def warn_of_ranks(layers: Collection[Any]) -> None:
-    """Once per model: ranks that do not agree on what their layers remember compute different numbers."""
+    """Warn once per model if several ranks train without `distribute`.
+
+    Their amax histories, learned steps or samplers then differ, and so do their results.
+    """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
@@ -33,7 +36,12 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
 
 
 def warn_of_eval(layers: Collection[Any]) -> None:
-    """Once per layer: in eval mode nothing is remembered of what it trains on. `fp8-delayed` then computes what `fp8-current` does."""
+    """Warn once per layer if an optimizer step ended in eval mode.
+
+    No state is recorded in eval mode: `fp8-delayed` then computes as
+    `fp8-current`, and no loss shows it.
+    """
+    # transformers' from_pretrained returns models in eval mode.
     still = [each for each in layers if not (each.training or each.warned_of_eval) and each.recipe is not None]
     still = [each for each in still if each.recipe.has_memory and each.weight.requires_grad]
     if still:
@@ -47,7 +55,7 @@ def warn_of_eval(layers: Collection[Any]) -> None:
 
 
 def warn_of_unseen_writes(layers: dict[Any, str]) -> None:
-    """Of weights that were written behind casts that were reused; these layers cast their weights at every pass from now on."""
+    """Warn of weights that were written behind reused casts. Those layers recast from now on."""
     found = []
     for layer, name in layers.items():
         if not (suspects := layer.suspects):
@@ -73,7 +81,7 @@ def warn_of_unseen_writes(layers: dict[Any, str]) -> None:
 
 
 def warn_of_no_advance(layer: Any, steps: int) -> None:
-    """After so many optimizer steps in which nothing ended a step of the layer's state."""
+    """Warn that the state of a layer stayed as it began in `steps` optimizer steps."""
     warnings.warn(
         f"{layer.recipe.name}: in {steps} optimizer steps narrowgauge.advance was not called, so that its "
         f"{words(added(layer))} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
@@ -82,11 +90,11 @@ def warn_of_no_advance(layer: Any, steps: int) -> None:
 
 
 def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) -> None:
-    """Once per layer: float16 weights are stepped by float16 gradients that no loss scale keeps in range.
+    """Warn once per layer if float16 weights are updated by float16 gradients without a loss scale.
 
-    torch's GradScaler refuses float16 gradients, except for fused optimizers, which hold `grad_scale` during such a step.
-    Runs that scale the loss by hand are judged by their gradients. Reads them, a copy to the host per layer, at the
-    layer's steps 1, 2, 4, 8 and so on.
+    torch's GradScaler refuses float16 gradients, except for fused optimizers, which hold
+    `grad_scale` during the step. Runs that scale the loss by hand are judged by their gradients,
+    which are read in the layer's steps 1, 2, 4, 8 and so on: one copy to the host per layer.
     """
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return
@@ -114,7 +122,7 @@ def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) ->
 
 
 def _outside_float16(gradient: Any) -> str:
-    """A clause on a gradient that float16 does not hold; '' if most of it lies among float16's normal numbers, or is zero."""
+    """Describe a gradient outside float16's range; '' if most values are normal or zero."""
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
     if not gradient.numel() or not holds_numbers(gradient):

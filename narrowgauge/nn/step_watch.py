@@ -1,7 +1,9 @@
-"""Training loops in which no optimizer step ends for a layer: its amax histories, learned steps or samplers stay as they began.
+"""Detect training loops in which no optimizer step ends for a layer.
 
-`step_end` covers `narrowgauge.advance` and torch's optimizers that hold a parameter of the layer. It covers no optimizer that
-holds flat float32 masters and copies them into the weights (ZeRO, Megatron, apex). Some such copies leave `_version` as it is.
+Its amax histories, learned steps or samplers then stay as they began. `step_end` covers
+`narrowgauge.advance`, and torch's optimizers that hold a parameter of the layer. It does not cover
+an optimizer that holds flat float32 masters and copies them into the weights (ZeRO, Megatron,
+apex). Some such copies leave `_version` as it is.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ PATIENCE = 16  # optimizer steps without `advance` before a warning
 class StepWatch:
     """The writes to one weight since the last step that ended.
 
-    version, writes  `_version` of the weight, and how often it differed from that of the pass before
-    passes           forward passes in training
+    version  `_version` of the weight in the last pass
+    writes   number of passes in which `_version` had changed
+    passes   number of forward passes in training
+    sample   elements of the weight, to detect a write that leaves `_version` unchanged
+    answer   comparison on its way from the device
 
-    A write that leaves `_version` is detected by a sample of the weight, taken in the second pass and compared in the 15th,
-    31st, ... without waiting for a GPU. Loops of one pass per step, each of which ends, take no sample.
+    The sample is taken in the second pass and compared in the 15th, 31st and so on, without waiting
+    for a GPU. Loops with one pass per step, and an end of each step, take no sample.
     """
 
     def __init__(self) -> None:
@@ -34,18 +39,19 @@ class StepWatch:
         self.answer: Readback | None = None
 
     def look(self, layer: Any, weight: Tensor) -> None:
-        """Called in each forward pass of training: warns where `misses_steps`."""
+        """Check the weight in a forward pass of training; warn if steps never end."""
         if self.misses_steps(weight):
             from narrowgauge.nn.step_warnings import warn_of_no_advance
 
             warn_of_no_advance(layer, PATIENCE)
 
     def misses_steps(self, weight: Tensor) -> bool:
-        """Whether the weight was trained on for PATIENCE steps and none has ended."""
+        """True if the weight was trained on for PATIENCE steps and no step has ended."""
         self.passes += 1
         version = weight._version
         if version != self.version:
             self.version, self.writes = version, self.writes + 1
+            # The first pass counts as a write, since no version was known before.
             if self.writes == PATIENCE + 1:
                 return True
         if self.passes == 1:
@@ -62,6 +68,7 @@ class StepWatch:
     def _compare(self, weight: Tensor, version: int) -> None:
         if weight.is_meta or wrapper(weight) or not weight.is_contiguous():
             return
+        # A captured comparison would run in every replay.
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         sample = self.sample

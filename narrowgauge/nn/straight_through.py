@@ -1,20 +1,24 @@
-"""The operands of a Linear with backward="straight-through": backward multiplies by the very codes of the forward pass.
+"""Operands for backward="straight-through": the backward GEMMs read the codes of the forward GEMM.
 
-    T tokens, K in_features, N out_features; H the rotation of `output`, K filled up to whole blocks; q whole numbers, s steps
+    T tokens, K in_features padded to whole blocks of H, N out_features; H the rotation of `output`
+    q integer codes, s step sizes, max the largest code
 
-    forward      q_x = round(clip(x H / s_x)), q_w = round(clip(w H / s_w)),  clip to -max ... max
-                 y = s_x s_w q_x @ q_w.T + bias                                                 [T, N]
-    backward     d_x = s_w gy @ q_w,  d_w = s_x gy.T @ q_x          gradients of the decoded operands
-                 grad_input  = (d_x where x H was not clipped) H                                [T, K]
-                 grad_weight = (d_w where w H was not clipped) H                                [N, K]
-                 grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)    of x, and so of w
+    forward      q_x = round(clip(x H / s_x)), q_w = round(clip(w H / s_w)), clip to -max ... max
+                 y = s_x s_w q_x @ q_w.T + bias                                            [T, N]
+    backward     d_x = s_w gy @ q_w, d_w = s_x gy.T @ q_x       gradients of dequantized operands
+                 grad_input  = (d_x where x H was not clipped, else 0) H                   [T, K]
+                 grad_weight = (d_w where w H was not clipped, else 0) H                   [N, K]
+                 grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)
+                               for x; likewise for w
 
-Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated basis, where
-the clipping happened. gy is cast as the recipe says. Its rows may be sampled (`leverage_score`): outer ones in grad_input, contracted ones
-in grad_weight. A product whose rhs is None takes the original instead of the codes, in 16 bits, with no mask and no gradient of a step.
+Source: equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv
+2306.11987). The mask applies in the rotated basis, where the clipping happened. The recipe casts gy
+and may sample its rows (`leverage_score`): outer rows in grad_input, contracted rows in
+grad_weight. A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
+mask and without a gradient of the step.
 
-Kept for backward: q_x, two codes to a byte, and one bit per element that says what was not clipped: 0.625 bytes per element; 2 /
-residual_every more for a learned step. q_w is made again from the weight.
+Memory for backward: q_x packed two to a byte and one mask bit per element, 0.625 bytes per element,
+plus 2 / residual_every bytes for a learned step. q_w is recomputed from the weight.
 """
 
 from __future__ import annotations
@@ -45,13 +49,16 @@ from narrowgauge.scaling import WHOLE
 
 @dataclass(frozen=True)
 class Coded:
-    """An operand of the forward product, as backward needs it.
+    """Codes of an operand of the forward GEMM, as backward needs them.
 
-    codes     [outer, K] int8; None where nobody asks
+    cast      the cast
+    codes     [outer, K] int8; None if no GEMM reads them
     scale     [1, 1] float32
-    bits      uint8 [outer, ceil(K / 8)], what was not clipped (see `ops.hadamard`); None where nobody asks
-    residual  [n, K] codes - x H / scale of the n `rows`, zero where clipped; of all rows if `rows` is None
-    packed    the codes two to a byte, as they are kept
+    bits      uint8 [outer, ceil(K / 8)], 1 for elements that were not clipped, lowest bit first;
+              None if unused
+    residual  [n, K] codes - x H / scale for the n `rows`, zero where clipped
+    rows      [n] int64 rows of `residual`; None: all rows
+    packed    the codes two to a byte, as saved for backward
     """
 
     cast: Cast
@@ -63,27 +70,39 @@ class Coded:
     packed: Tensor | None = None
 
     def operand(self, expand: torch.dtype | None, rows: Tensor | None = None) -> QTensor:
-        """The codes, or some rows of them, one to a byte, or as values of dtype `expand`."""
+        """The codes as a GEMM operand: int8, or values of dtype `expand`. rows: some rows only."""
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
         data = codes if expand is None else codes.to(expand)
         return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
 
     def rounding(self, rotated: Tensor, rows: Tensor | None = None) -> Tensor:
-        """codes - x H / scale, zero where clipped, of some rows or all. rotated: these rows of x H."""
+        """codes - x H / scale, zero where clipped.
+
+        rotated  x H, for all rows or for `rows`
+        """
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
-        ratio = rotated.to(torch.float32) * (1 / self.scale)  # as `ops.hadamard.encode` has it
+        # Multiply by the reciprocal as `ops.hadamard.encode` does: a division rounds differently,
+        # and elements at the clipping limit would disagree with the mask.
+        ratio = rotated.to(torch.float32) * (1 / self.scale)
         return torch.where(ratio.abs() <= self.cast.format.max, codes - ratio, 0.0)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
-        """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
+        """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max).
+
+        d  [outer, K], gradient of the dequantized operand
+
+        The rounding errors of the sampled rows are scaled up to all rows.
+        """
         if self.residual is None or self.bits is None or self.codes is None:
             return None
         parts = [
             torch.where(unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]).sum()
             for each in cuts(d)
         ]
+        # A clipped element contributes d * q exactly, for every row. Only
+        # the rounding errors are sampled.
         clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         some = d if self.rows is None else d[self.rows]
         share = 1.0 if self.rows is None else max(len(self.rows), 1) / max(len(d), 1)
@@ -92,12 +111,17 @@ class Coded:
 
 
 class CodedOperand(Operand):
-    """x or w: `cols` are the codes of `rows`, transposed, or the original where that product takes it in 16 bits."""
+    """x or w. `cols` are the transposed codes of `rows`, or the original for a 16-bit GEMM.
 
-    rows_matter = True  # backward keeps their scale, and what was clipped
-    rotation = Rotation()  # of `output`
-    coded: Coded | None = None  # in backward, if somebody asks for the codes or for what was clipped
-    inner = 0  # K, before the rotation fills it up
+    rotation  the rotation of `output`, which is the basis of the codes
+    coded     (backward) codes and mask, if a gradient needs them
+    inner     K before the rotation's padding
+    """
+
+    rows_matter = True  # backward needs their scale and mask
+    rotation = Rotation()
+    coded: Coded | None = None
+    inner = 0
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         rows = self.sampled = beside.sampled if self.plan.role == "x" else None
@@ -106,7 +130,11 @@ class CodedOperand(Operand):
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
 
     def original(self) -> Tensor:
-        """The tensor, or what its codes decode to where only they are kept (of x that is watched too: rows are sampled alike)."""
+        """The tensor, or the dequantized codes if only codes are saved.
+
+        An observer saves x too. The dequantized x is returned then, so that
+        rows are sampled as without it.
+        """
         shown = self.tensor is not None and not (self.context.watches and self.plan.role == "x")
         if shown or self.coded is None or self.coded.codes is None:
             return self.tensor
@@ -128,17 +156,20 @@ class CodedOperand(Operand):
         return self
 
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
-        """What forward made of the tensor, from what `saved` keeps behind the scale."""
+        """Rebuild the codes from the tensors that `saved` lists after the scale."""
         packed, bits, residual, rows = kept
         width = rotated_length(self.inner, self.plan.rows_rotate)
-        codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
+        codes = None if packed is None else decode(packed, cast.format, width)  # None: w is frozen
         return Coded(cast, codes, scale, bits, residual, rows)
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the operand was not clipped, turned back: [outer, inner] float32; and the gradient of the step."""
+        """Mask the clipped elements of d and rotate back.
+
+        ->  ([outer, inner] float32, gradient of the step or None)
+        """
         plan, coded, hadamard = self.context.plan, self.coded, self.rotation.hadamard
-        other = plan.w.cols if self.plan.role == "x" else plan.x.cols  # what that product read of the other operand
-        if other is None:  # the original, in 16 bits
+        other = plan.w.cols if self.plan.role == "x" else plan.x.cols  # the GEMM's other operand
+        if other is None:  # it read the 16-bit original: d is the gradient of t, in t's basis
             return d, None
         bits, step = (None, None) if coded is None else (coded.bits, coded.step_gradient(d))
         if hadamard is None and bits is None:
@@ -151,7 +182,7 @@ class CodedInput(CodedOperand):
 
     @property
     def _asks(self) -> tuple[bool, bool]:
-        """Whether a gradient asks for what was clipped (and for that of the step), and for the codes."""
+        """(mask is needed, codes are needed). A learned step has a gradient if the mask is."""
         plan, needs = self.context.plan, self.needs
         return needs[0] and plan.w.cols is not None, needs[1] and plan.x.cols is not None
 
@@ -167,7 +198,8 @@ class CodedInput(CodedOperand):
             return high_precision(rotation(self.tensor), self.context.out_dtype)
         offset = None
         if isinstance(cast.calibrate, LearnedStep) and self.context.records:
-            # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
+            # Draw whether or not autograd records: the first pass of reentrant checkpointing runs
+            # without gradients, and its repetition must draw the same numbers.
             offset = self._offset(self.tensor)
         if self.casts.codes is None:
             self.casts.codes = self._code(cast, offset)
@@ -179,17 +211,20 @@ class CodedInput(CodedOperand):
         if not masks or not isinstance(cast.calibrate, LearnedStep):
             return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
         offset = self._offset(x) if offset is None else offset
+        # Under torch.compile the draw must enter forward's result, or
+        # backward draws it a second time.
         step = None if self.state is None else tied(self.state, offset)
         coded, rotated = _coded(x, self.rotation, cast, step, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, offset)
         some = self.rotation(x[rows]) if rotated is None else rotated[rows]
+        # Rounding errors are at most 1/2, so float16 holds them to 11 bits in 2 bytes.
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def _offset(self, x: Tensor) -> Tensor:
         return uniform((), x.device, self.context.stream, "x", "residual")
 
     def saved(self) -> Saved:
-        """(signs, x, scale, codes two to a byte, bits, residual, rows), each if backward asks for it."""
+        """(signs, x, scale, packed codes, mask bits, residual, rows); None for unneeded entries."""
         coded, (masks, reads) = self.casts.codes, self._asks
         kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
@@ -199,7 +234,7 @@ class CodedInput(CodedOperand):
 
 
 class CodedWeight(CodedOperand):
-    """w [N, K]. Its codes are made again in backward."""
+    """w [N, K]. Its codes are recomputed in backward."""
 
     scale: Tensor | None = None
 
@@ -223,6 +258,8 @@ class CodedWeight(CodedOperand):
     def _scale_by_rows(self, cast: Cast) -> Tensor | None:
         if not is_by_norm(cast) or wrapper(self.tensor):
             return None
+        # Sums of rows do not depend on how ranks share the rows, so the
+        # scale is equal on all ranks.
         rms = spread(row_squares(self.tensor.detach()), self.tensor.shape[1])
         return scale_of_spread(cast, rms, self.tensor.shape[1], self.rotation.hadamard)
 
@@ -238,12 +275,12 @@ class CodedWeight(CodedOperand):
 
 
 class CodedGradient(Operand):
-    """gy [T, N], of which each product may read a sample of the rows. Its state is where the sampler's readings are written.
+    """gy [T, N]. Each GEMM may read a sample of its rows. `state` is where the sampler records.
 
-    read_rows  the gradient itself, or the sampled rows, weighted, as the last product reads them
-    sample     which they are; None: all of them
-    variance   what sampling adds, or would add, to the squared error of the product; None: the product never samples
-    squares    the sum of the squared scores
+    read_rows  gy, or its sampled and weighted rows, as the last GEMM reads them
+    sample     the sample; None: all rows
+    variance   squared error that sampling adds, or would add, to the GEMM; None: it never samples
+    squares    sum of the squared scores
     """
 
     read_rows: Tensor
@@ -271,7 +308,10 @@ class CodedGradient(Operand):
         return self.read_rows
 
     def _draw(self, product: str, other: Tensor | None) -> None:
-        """other: x [T, K] for grad_weight, whose rows count too."""
+        """Sample rows of gy for a GEMM.
+
+        other  x [T, K] for grad_weight, whose rows enter the scores; None for grad_input
+        """
         gy, sampler = self.tensor, getattr(self.context.plan.recipe, product).sample
         self.read_rows, self.sample, self.variance, self.squares = gy, None, None, None
         if sampler is None or len(gy) == 0:
@@ -279,14 +319,16 @@ class CodedGradient(Operand):
         budget = leverage_score.budget(len(gy), sampler.keep)
         scores = leverage_score.leverage_scores(gy, other)
         p = leverage_score.probabilities(scores, budget)
+        # Computed without sampling too: the next step decides by this prediction.
         self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
         if product in self.context.sampled:
             noise = uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
             self.sample = leverage_score.systematic(p, budget, noise)
+            # In float32, so that the weighted rows are rounded once, by their cast.
             self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
-        """Rows that were not drawn are zero in grad_input. Notes what sampling added, or would have."""
+        """Scatter the sampled rows of grad_input among zeros; record the sampling variance."""
         whole = self.squares
         if product == "grad_input" and self.sample is not None:
             d = leverage_score.scatter_rows(d, self.sample, len(self.tensor))
@@ -301,12 +343,15 @@ KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": Code
 
 
 def is_by_norm(cast: Cast) -> bool:
-    """Whether its scale is by the root mean square of the whole tensor."""
+    """True if the scale of the cast comes from the root mean square of the whole tensor."""
     return isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
 
 
 def scale_of_spread(cast: Cast, rms: Tensor, inner: int, hadamard: Hadamard | None) -> Tensor:
-    """[1, 1] by the root mean square of x [outer, inner], 0-d: with the zeros that x is filled up with, that of x H."""
+    """The scale [1, 1] of x H, from the root mean square of x [outer, inner], 0-d.
+
+    The zeros that pad the contracted axis lower the root mean square of x H.
+    """
     assert isinstance(cast.calibrate, ClippedRms)
     filled = (inner / max(rotated_length(inner, hadamard), 1)) ** 0.5
     return cast.scale((rms * (cast.calibrate.clip * filled)).reshape(1, 1), cast.format)
@@ -315,18 +360,23 @@ def scale_of_spread(cast: Cast, rms: Tensor, inner: int, hadamard: Hadamard | No
 def _coded(
     x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
 ) -> tuple[Coded, Tensor | None]:  # fmt: skip
-    """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A scale, or a learned step, is used as it is.
+    """Quantize x H for x [outer, inner]; return the codes, and x H itself if it was in memory.
 
-    Where a kernel rotates, encodes and packs in one pass over x, it never is, and a scale from the spread is that of x itself: a
-    rotation keeps the norm. The two differ by the rounding of sums.
+    step    a learned step, used as the scale
+    scale   a known scale; without step and scale, the cast's calibration sets it
+    packed  also return codes two to a byte
+    bits    also return the mask of elements that were not clipped
+
+    A kernel may rotate, encode and pack in one pass over x, so that x H
+    never exists. A scale from the root mean square is then computed of x: a
+    rotation preserves the norm, up to the rounding of sums.
     """
     by_norm = is_by_norm(cast)
     hadamard, is_known = rotation.hadamard, scale is not None or step is not None
     if hadamard is not None and (is_known or by_norm) and in_one_pass(x, hadamard, cast.format):
         rotated = None
-        if (
-            scale is None and step is None
-        ):  # by the root mean square, which is that of x and of the zeros that x is filled up with
+        if scale is None and step is None:
+            # The root mean square of x H includes the zeros that pad the contracted axis.
             filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
             scale = cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
         elif scale is None:
@@ -342,13 +392,18 @@ def _coded(
 
 
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
-    """The step as a scale [1, 1]. 0 * sum: NaN and infinity in x show themselves through it, as they do through an amax."""
+    """The step as a scale [1, 1], NaN if x has a NaN or an infinity."""
     assert step is not None
+    # sum * 0 is NaN for such an x, which a learned step would otherwise
+    # hide. An amax shows it itself.
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
 
 
 def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
-    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row alike. offset: uniform in [0, 1), [] float32."""
+    """One row from each of ceil(rows / every) equal intervals, [n] int64, each row equally likely.
+
+    offset  [] float32, uniform in [0, 1)
+    """
     count = -(-rows // every)
     places = (torch.arange(count, device=offset.device, dtype=torch.float64) + offset) * (rows / max(count, 1))
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
@@ -356,9 +411,13 @@ def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
 
 @torch.no_grad()
 def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool) -> dict[str, Tensor]:
-    """Role -> the step of the cold start, 2 mean|x H| / sqrt(max), [1]; written into the parameters if `writes`.
+    """Role -> step of the cold start, 2 mean|x H| / sqrt(max), [1].
 
-    x [T, K], weight [N, K]. A tensor of zeros, or with a number that is not finite, leaves the step as it was.
+    x       [T, K]
+    weight  [N, K]
+    writes  also store the steps in the parameters
+
+    A tensor of zeros, or with a value that is not finite, leaves the step as it was.
     """
     found = {}
     for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
@@ -375,8 +434,11 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
 def steps_in_use(
     steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The steps of x and of the weight, [1] each or None; in the cold start those of the data. Arguments: `steps_from_data`."""
+    """The steps of x and of the weight, [1] each or None; arguments as in `steps_from_data`.
+
+    In the cold start they come from the data.
+    """
     fresh = steps_from_data(steps, x, weight, recipe, writes) if steps.is_cold else {}
-    if writes:  # the parameters hold them
+    if writes:  # the parameters hold them already
         fresh = {}
     return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

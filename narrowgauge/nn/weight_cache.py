@@ -1,12 +1,15 @@
-"""The casts of a weight within one optimizer step, for further forward passes and for backward (`caches` says who is asked when).
+"""Cache of a weight's casts within one optimizer step, for later forward passes and for backward.
 
-The key of a weight, `addresses.validity`, contains `_version`, which misses writes through `.data`, NumPy and raw pointers.
-A forward pass therefore reuses casts of a weight only if the bytes of the weight are the same (`ops.fingerprint`):
+`caches` lists the order of all caches. The key of a weight, `addresses.validity`, contains
+`_version`, which does not change on writes through `.data`, NumPy or raw pointers. A forward pass
+therefore reuses casts of a weight only if its bytes are unchanged (`ops.fingerprint`):
 
     CPU             compares all bytes, so every write is detected, in training and evaluation
-    other devices   "recast", the default, keeps no codes. "step" reuses codes in training alone, compares a sample of the weight in
-                    every eighth step and reports a change at the end of a later one (`step_end`)
-    backward        takes the casts of its own forward pass; where these are not kept, it casts the weight as it is then
+    other devices   "recast", the default, caches no codes. "step" reuses codes in training only. It
+                    compares a sample of the weight in every eighth step and reports a change at
+                    the end of a later step (`step_end`)
+    backward        reads the casts of its own forward pass. If they are not cached, it casts the
+                    weight as it is then
 """
 
 from __future__ import annotations
@@ -18,34 +21,29 @@ from torch import Tensor
 
 from narrowgauge.addresses import Key, validity
 from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.ops.fingerprint import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.fingerprint import Fingerprint
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
-CHECK_EVERY = 8  # steps, between two samples of a weight on a GPU
-
-
-def fingerprint(weight: Tensor) -> Fingerprint | None:
-    """See `ops.fingerprint`, imported where a second forward pass may come."""
-    from narrowgauge.ops.fingerprint import fingerprint
-
-    return fingerprint(weight)
+CHECK_EVERY = 8  # steps between two samples of a weight on a GPU
 
 
 @dataclass(eq=False)
 class WeightCache:
-    """The casts of one weight, from one optimizer step to the next.
+    """The casts of one weight during one optimizer step.
 
-    casts     those that there are
-    is_given  they were made by others, once per step, as a CUDA graph does: valid whatever the weight's version says, and none is added
-    key       of the weight, and of what its casts depend on besides
-    held      keeps the memory of the weight: freed, its address could come back as another weight's
-    recasts   casts that can be made again to the bit are not kept, only the keys of their noise: backward makes them anew
-    seen      the fingerprint of the weight that was cast; None: a second forward pass casts it again
-    expects_more  whether fingerprints are taken, as the last step had a second forward pass: loops of one per step pay for none
-    was_reread    whether this step had one
-    step      counts optimizer steps
+    casts         the casts made so far
+    is_given      casts were made outside, once per step, as by a CUDA graph. They are valid for
+                  every version of the weight, and none is added
+    key           (validity of the weight, other facts that its casts depend on)
+    held          the weight's memory; if it were freed, another weight could get its address
+    recasts       keep no casts that backward can repeat bit for bit, only their noise keys
+    seen          fingerprint of the weight that was cast; None: a second forward pass casts again
+    expects_more  take fingerprints, because the last step had a second forward pass. Loops with one
+                  pass per step pay nothing
+    was_reread    this step had a second forward pass
+    step          number of optimizer steps
     """
 
     casts: Casts = field(default_factory=Casts)
@@ -57,20 +55,22 @@ class WeightCache:
     expects_more: bool = True
     was_reread: bool = False
     step: int = 0
-    is_gathered: ClassVar[bool] = False  # from other ranks: then the tensor has no numbers
+    is_gathered: ClassVar[bool] = False  # True for codes from other ranks: the weight has no data
 
     def renewed(self, recasts: bool) -> WeightCache:
-        """The cache of the next optimizer step, empty."""
+        """Return the empty cache of the next optimizer step."""
         expects_more = self.expects_more if self.key is None else self.was_reread
         return WeightCache(recasts=recasts, expects_more=expects_more, step=self.step + (self.key is not None))
 
     def lookup(self, operand: Operand) -> Casts | None:
-        """For a forward pass: casts to read and to add to."""
+        """Return casts for a forward pass to read and to add to, or None."""
         if self.is_given:
-            return replace(self.casts)
+            return replace(self.casts)  # a copy, so that the given casts stay as they are
         if (valid := validity(operand.tensor)) is None:
             return None
         context = operand.context
+        # The plan stands for the recipe. A learned step changes the codes
+        # without a write to the weight.
         key = (valid, context.plan, context.out_dtype, context.steps_version)
         keeps = not self.recasts or self._keeps_noise(operand)
         if key != self.key:
@@ -83,40 +83,43 @@ class WeightCache:
         return self.casts if keeps else Casts(keys=self.casts.keys)
 
     def _begin(self, operand: Operand, casts: Casts, keeps: bool) -> None:
-        # The fingerprint comes before the cast: a write by another thread in between is then detected, not missed.
-        draws = not all(
-            operand.plan.serves_a_step
-        )  # their noise is drawn once a step: what is cast first must be found again
-        self.seen = fingerprint(operand.tensor) if keeps and (self.expects_more or draws) else None
+        # The fingerprint comes before the cast: a write by another thread in
+        # between is then detected, not missed. Noise of a stochastic cast is
+        # drawn once per step, so a second pass must find the first cast.
+        draws = not all(operand.plan.serves_a_step)
         self.held, self.casts = operand.tensor.detach(), casts
+        self.seen = fingerprint(self.held) if keeps and (self.expects_more or draws) else None
 
     def _is_unchanged(self, operand: Operand) -> bool:
-        """Whether the weight has the bytes that were cast; on a GPU assumed in training, see the module."""
+        """True if the weight has the bytes that were cast; assumed in training on a GPU."""
         seen = self.seen
         if seen is None or seen.is_exact:
             return seen is not None and seen.is_same()
         return operand.context.records and (self.step % CHECK_EVERY != 0 or seen.is_same())
 
-    def may_add(self, casts: Casts) -> bool:
-        """Whether backward may add a cast of the weight as it is now to the casts of a forward pass.
+    def may_add(self, casts: Casts, weight: Tensor) -> bool:
+        """True if backward may add a cast of the weight to the casts of a forward pass.
 
-        Not if later forward passes could find it there and the weight was written since: it may be restored until then.
+        False if the weight was written since the forward pass, or `.data` points to other memory.
+        The write may be undone until a later forward pass finds the cast.
         """
         if casts is not self.casts or self.is_given or self.seen is None:
             return True
-        return self.seen.is_same() if self.seen.is_exact else True
+        if self.key is None or validity(weight) != self.key[0]:
+            return False
+        return not self.seen.is_exact or self.seen.is_same()
 
     @property
     def changed(self) -> Tensor | None:
-        """bool [] on the device, whether a weight was written behind casts that were reused; None if that was not compared."""
+        """bool [] on the device: the weight was written behind reused casts; None: not compared."""
         return None if self.seen is None or self.seen.is_exact else self.seen.changed
 
     def kept_for_backward(self, casts: Casts) -> Casts:
-        """What a forward pass leaves to its backward pass."""
+        """Casts that a forward pass leaves to its backward pass."""
         return Casts(keys=casts.keys) if self.recasts and casts is not self.casts else casts
 
     def _keeps_noise(self, operand: Operand) -> bool:
-        """Whether a cast could be made again with a number of noise per element alone, which is more than its codes."""
+        """True if a recast would need noise per element, which takes more memory than codes."""
         if all(operand.plan.serves_a_step):
             return False
         from narrowgauge.ops.random import draws_keys
@@ -126,14 +129,14 @@ class WeightCache:
 
 @dataclass(eq=False)
 class PrecastSource:
-    """What the optimizer's step left of a weight's cast; what is taken lies in the cache from then on."""
+    """Casts of a weight that the optimizer's step left. The cache stores them once used."""
 
     precast: PrecastWeight
     cache: WeightCache
 
     def lookup(self, operand: Operand) -> Casts | None:
         plan, tensor, state = operand.plan, operand.tensor, operand.state
-        if not plan.pairs or not operand.context.records:  # evaluation leaves it to training
+        if not plan.pairs or not operand.context.records:  # evaluation leaves them for training
             return None
         assert plan.rows is not None
         if not self.precast.matches(tensor, plan.rows, state):

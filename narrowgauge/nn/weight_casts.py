@@ -1,4 +1,4 @@
-"""The casts of a Linear's weight that serve a whole optimizer step, made before its first forward, for CUDA graphs that share them."""
+"""Cast a Linear's weight before a step's first forward pass, for CUDA graphs that share it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from narrowgauge.nn.weight_cache import WeightCache
 
 
 def keeps_casts(layer: QLinear) -> bool:
-    """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
+    """True if a cast of the weight serves a whole optimizer step and needs no input."""
     if layer.recipe is None or layer.is_suspended or layer.steps is not None or layer.carried is not None:
         return False
     return any(layer.plan(layer.weight.device).w.serves_a_step)
 
 
 def cast_weight(layer: QLinear) -> Casts:
-    """Made now; empty where `keeps_casts` is false."""
+    """Cast the weight now. The result is empty if `keeps_casts` is False."""
+    # A cache of its own: the casts that the layer holds now stay as they are.
     cache = WeightCache()
     weight: Tensor = layer.weight
     if type(weight).__name__ == "DTensor":
@@ -35,5 +36,6 @@ def cast_weight(layer: QLinear) -> Casts:
         if rows:
             operand.rows(Rotation.draw(plan.rows_rotate, weight))
         if cols and layer.recipe is not None and layer.recipe.backward == "recast":
+            # Straight-through recipes have no cols of their own: backward reads the codes of rows.
             operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
     return cache.casts

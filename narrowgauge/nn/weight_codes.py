@@ -1,8 +1,9 @@
-"""Whether the codes of a weight are kept for an optimizer step or made again in backward: decided here alone, the same bits either way.
+"""The policy for weight codes: cached for an optimizer step, or recast in backward. Same results.
 
-recast   nothing is kept: a micro-batch casts a weight twice, once for forward and once for backward
-step     both orientations are kept for the step, 2 bytes per weight of 8-bit formats: further micro-batches cast nothing
-         compiled code casts both in forward by one read, and keeps the second for backward, a byte per weight: each micro-batch casts
+recast   nothing is cached: each micro-batch casts a weight twice, in forward and in backward
+step     codes of w and w.T are cached for the step, 2 bytes per weight for 8-bit formats, so
+         further micro-batches cast nothing. Compiled code casts both in forward with one read and
+         saves the codes of w.T for backward, one byte per weight: each micro-batch casts
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ WeightCodes = Literal["auto", "recast", "step"]
 def chosen(
     asked: WeightCodes, device_type: str, micro_batches: int = 1, step_fits: bool | None = None, compiled: bool = False
 ) -> Literal["recast", "step"]:
-    """What "auto" is on a device, for a step of so many micro-batches; what else was asked for is taken as it is.
+    """Resolve "auto" for a device. Other values are returned as they are.
 
-    step_fits  whether the codes of all weights fit beside the rest of the step, by a plan; None: nobody has counted
+    micro_batches  micro-batches of a step
+    step_fits      True if a plan found memory for the codes of all weights; None: unknown
+    compiled       True for compiled code, where "auto" means "step"
 
-    compiled   whether compiled code asks, which "auto" lets keep them
-
-    A CPU keeps them: an emulated cast takes longer than a product there, and memory is not what it lacks.
+    A CPU caches: emulated casts take longer than a GEMM there, and memory is not the bottleneck.
     """
     if asked != "auto":
         return asked

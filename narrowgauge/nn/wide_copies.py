@@ -1,12 +1,13 @@
-"""A copy of a converted model that computes without its recipes beside it, as the reference of preference optimization (DPO).
+"""Detect a copy of a converted model that computes without its recipes, such as a DPO reference.
 
-Looked for once per converted model, when its first optimizer step ends. A copy is another module of its class whose Linears have the same
-names and shapes, are ordinary, and hold nearly the same numbers. The warning comes if a copy computes without gradients in the second
-step, after the model did: two models that are trained side by side are compared on purpose, and are not told.
+The search runs once per converted model, at the end of its first optimizer step. A copy is another
+module of the same class whose ordinary Linears have the same names, shapes and nearly the same
+weights. The warning follows if a copy computes without gradients in the second step, after the
+model. Two models that train side by side are compared on purpose and are not reported.
 
-The list of Python's objects is read once, some tens of milliseconds. Only if there is a copy, a hook
-of its own sees its forward passes in one step.
-Nothing is looked for where torch.compile has compiled anything, whose guards would see the hook.
+Cost: one pass over Python's objects, some tens of milliseconds, and
+forward hooks for one step if there is a copy. Nothing is searched if
+torch.compile has compiled anything: its guards would see the hook.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from torch import nn
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.nn.reached import has_compiled
 
-NEAR = 0.1  # difference of the first weight, of its norm; of independent initializations it is 1.4
+NEAR = 0.1  # relative difference of the first weight; independent initializations differ by 1.4
 _looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def end_step(models: Iterable[nn.Module], ended: Collection[Any]) -> None:
-    """An optimizer step of these layers has ended, of some of the converted models."""
-    if dry_run_on() is not None:  # weights have no numbers there
+    """Run the search at the end of an optimizer step.
+
+    models  converted models
+    ended   layers whose step has ended
+    """
+    if dry_run_on() is not None:  # fake weights cannot be compared
         return
     for model in models:
         if any(layer in ended for layer in model.modules()):
@@ -69,11 +74,11 @@ def _is_wide_copy(other: nn.Module, own: dict[str, Any]) -> bool:
 
 
 def _nothing(module: nn.Module, inputs: Any) -> None:
-    """The hook of a copied copy."""
+    """The hook of a copied copy: does nothing."""
 
 
 class _Hook:
-    """Sees the forward passes of one step, and warns once of the first copy that computes in it."""
+    """Forward hook for one step: warns once, of the first copy that computes."""
 
     def __init__(self, model: nn.Module, layers: list[Any], copies: list[nn.Module]) -> None:
         self.model = weakref.ref(model)
@@ -81,12 +86,13 @@ class _Hook:
         self.copies = weakref.WeakSet(copies)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles of a model have a hook that does nothing."""
+        """Copies and pickles of a model get a hook that does nothing."""
         return "_nothing"
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() or module not in self.copies or (model := self.model()) is None:
             return
+        # The model must have computed in this step already, as a policy does before its reference.
         if not any(layer is not None and layer.called for layer in (each() for each in self.layers)):
             return
         self.copies.clear()

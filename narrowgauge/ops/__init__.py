@@ -1,4 +1,5 @@
-"""The operations that carry the library: quantize, mm, hadamard, norm_act, rotary. A folder per op: contract, definition, kernels.
+"""Operators of the library: quantize, mm, hadamard, norm_act and rotary.
 
-Nothing is imported from here: a function of the same name would hide its folder.
+Each operator is a folder with its contract, its definition in plain torch, and its kernels. This
+module imports nothing, because a function of the same name would hide the folder.
 """

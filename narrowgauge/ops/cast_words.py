@@ -1,7 +1,10 @@
-"""A cast in words and numbers: what torch.compile hands to functions of constants before torch 2.13, and to operators at all.
+"""Encode a Cast as a tuple of strings and numbers.
 
-Of a cast a kernel sees what `plain` leaves: not where its amax came from, nor how it rounds. Formats and scale rules that are not
-narrowgauge's own have no words.
+torch.compile accepts no frozen dataclass as an argument of a constant function before torch 2.13,
+and operator schemas accept none in any version. Both take this tuple instead.
+
+The tuple describes `plain(cast)`: a kernel depends neither on the source of the amax nor on the
+rounding mode. Formats and scale rules that narrowgauge does not define cannot be encoded.
 """
 
 from __future__ import annotations
@@ -20,21 +23,22 @@ _RULES = {each.name: each for each in RULES}
 
 
 def plain(cast: Cast) -> Cast:
-    """See the module."""
+    """Return the cast with current scaling and rounding to nearest, as self-checks use it."""
     return replace(cast, calibrate=CURRENT, rounding="nearest")
 
 
 def has_words(cast: Cast) -> bool:
-    """Whether words name the cast: format and scale rule are what narrowgauge has under these names."""
+    """Return True if narrowgauge defines the format and the scale rule under these names."""
+    # Compared by value: a user's format may have the name of one of ours.
     return _FORMATS.get(cast.format.name) == cast.format and _RULES.get(cast.scale.name) == cast.scale
 
 
 def as_words(cast: Cast) -> Words:
-    """(format, tile, scale rule, headroom)"""
+    """Return (format name, tile, name of the scale rule, headroom)."""
     return cast.format.name, cast.tile, cast.scale.name, cast.headroom
 
 
 @cache
 def of_words(format: str, tile: tuple[int, int], rule: str, headroom: float) -> Cast:
-    """The cast behind the words, as `plain` has it."""
+    """Return the cast that the tuple describes, in the form of `plain`."""
     return Cast(format=_FORMATS[format], tile=tile, scale=_RULES[rule], headroom=headroom)

@@ -4,7 +4,8 @@
 through `.data`, `torch._foreach_*` on `.data`, NumPy views, flat buffers of optimizers, other processes and raw pointers.
 
     Exact     CPU: reads all bytes at each comparison, so it detects every write
-              with a C++ compiler: two 64-bit sums (cpp/fingerprint.cpp), 16 bytes kept, about 0.1 ns per 4 bytes
+              with a C++ compiler: two 64-bit sums (cpp/fingerprint.cpp), 16 bytes kept. Reads 56 GB/s within the caches of a Zen 3,
+              as fast as torch's own sum of float32
               without one: a copy of the tensor, compared bit by bit
     Sampled   other devices: compares 1,024 elements on the device, and never waits for it; `changed` is read later.
               It detects writes to a whole weight. It misses most writes to a few elements.
@@ -16,54 +17,59 @@ Two different contents of one tensor have equal sums with a probability of about
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import address, dry_run_on, wrapper
+from narrowgauge.addresses import dry_run_on, wrapper
 from narrowgauge.ops.cpp import Library
 
 BLOCK = 8192  # 64-bit words of a row, as in fingerprint.cpp
-BYTES_PER_SHARE = 1 << 22  # of a thread: 0.4 ms, ten times what starting it costs
+BYTES_PER_SHARE = 1 << 22  # of a thread: 0.07 ms within the caches, 0.3 ms beyond; starting a thread costs 0.04 ms
 SAMPLE = 1024
 _MASK = (1 << 64) - 1
+_Sums = ctypes.c_uint64 * 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LIBRARY = Library(
     ("fingerprint.cpp",),
     "fingerprints of weights",
-    {"fingerprint": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)},
+    {"fingerprint": (ctypes.c_void_p, ctypes.c_int64, _Sums)},
     instead="go on without it, which compares weights with a copy",
 )
 
 
 class Exact:
-    """The bytes of a tensor on the CPU, strided, at the time of construction. Holds the memory of the tensor."""
+    """The bytes of a tensor on the CPU, strided, at the time of construction. Holds the memory of the tensor.
+
+    tensor   its own object: `.data` of a Parameter may point to another memory later, so pass what `detach` returns
+    is_same  for small weights takes 5 to 10 us within a training step, whose code and data are in no cache, and 2 us when repeated at
+             once. Nearly all of it is Python, hence the few calls.
+    """
 
     is_exact = True
     changed: Tensor | None = None
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.is_dense = tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous())
-        self.nbytes = tensor.numel() * tensor.element_size()
         self.is_counted = dry_run_on() is not None  # of a fake tensor, whose bytes nobody writes
-        self.seen = None if self.is_counted else self._read()
+        if self.is_counted:
+            return
+        self.tensor, self.storage = tensor, tensor.untyped_storage()
+        self.storage_bytes = self.storage.nbytes()
+        self.is_dense = tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous())
+        self.seen = _bits(tensor).clone() if LIBRARY.missing else sums(self._dense())
 
     def is_same(self) -> bool:
-        """Whether the tensor has the bytes of before. One read; False once its storage was freed."""
+        """Whether the tensor has the bytes of before. One read; False once its storage was freed or resized."""
         if self.is_counted:
             return True
-        if self.tensor.untyped_storage().nbytes() < self.nbytes:
+        if self.storage.nbytes() != self.storage_bytes:
             return False
         if isinstance(self.seen, Tensor):
             return torch.equal(_bits(self.tensor), self.seen)
-        return bool(self._read() == self.seen)
+        return sums(self._dense()) == self.seen
 
-    def _read(self) -> Any:
-        if LIBRARY.missing:
-            return _bits(self.tensor).clone()
-        return sums(self.tensor if self.is_dense else self.tensor.contiguous())
+    def _dense(self) -> Tensor:
+        return self.tensor if self.is_dense else self.tensor.contiguous()
 
 
 class Sampled:
@@ -104,20 +110,19 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
 
 
 def sums(x: Tensor) -> tuple[int, int]:
-    """The two sums of cpp/fingerprint.cpp over the memory of x, dense, on the CPU."""
-    run, start, nbytes = LIBRARY.loaded.narrowgauge_fingerprint, address(x), x.numel() * x.element_size()
+    """The two sums of cpp/fingerprint.cpp over the memory of x, dense, on the CPU, not a wrapper."""
+    run, start, nbytes = LIBRARY.loaded.narrowgauge_fingerprint, x.data_ptr(), x.numel() * x.element_size()
     rows = -(-nbytes // (8 * BLOCK))
     if nbytes < 2 * BYTES_PER_SHARE:
-        out = (ctypes.c_uint64 * 2)()
-        run(0, rows, start, nbytes, ctypes.addressof(out))
+        out = _Sums()
+        run(0, rows, start, nbytes, out)
         return out[0], out[1]
     from narrowgauge.ops.cpp.build import in_shares
 
     count = max(min(torch.get_num_threads(), nbytes // BYTES_PER_SHARE), 1)
-    out = (ctypes.c_uint64 * (2 * count))()
-    into = ctypes.addressof(out)
-    in_shares(count, lambda k: run(rows * k // count, rows * (k + 1) // count, start, nbytes, into + 16 * k))
-    return sum(out[::2]) & _MASK, sum(out[1::2]) & _MASK
+    parts = [_Sums() for _ in range(count)]
+    in_shares(count, lambda k: run(rows * k // count, rows * (k + 1) // count, start, nbytes, parts[k]))
+    return sum(part[0] for part in parts) & _MASK, sum(part[1] for part in parts) & _MASK
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""CUDA C++ of the package, compiled by NVRTC and started by the driver: for kernels that Triton cannot express.
+"""Compile CUDA C++ of the package with NVRTC, and launch it through the driver.
 
-NVRTC comes with torch's CUDA builds, from pip in a folder beside torch's own, and the driver's library with the driver. No compiler, no
-CUDA toolkit and no header is asked of the user. (`torch.cuda._compile_kernel` does the same in private, and looks for a toolkit's headers.)
+This is for kernels that Triton cannot express. NVRTC comes with torch's CUDA builds (pip puts it
+into a folder beside torch), and libcuda with the driver. The user needs no compiler, CUDA toolkit
+or header. torch.cuda._compile_kernel is similar, but it is private and looks for a toolkit's
+headers.
 
-A binary is kept where those of `ops.cpp` are, under a name made of the source, the compute capability, NVRTC's version and its own bytes.
+A binary is cached in the folder of `ops.cpp`. Its file name contains a hash of the source, the
+options, the compute capability and NVRTC's version, and a hash of the binary itself.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from narrowgauge.ops.cpp.build import BUILT, cache_folder, digest, is_whole
 from narrowgauge.ops.registry import constant_while_compiling
 from narrowgauge.storage import reading
 
-# No fused multiply-add where two roundings are written: the numbers are part of the contract.
+# No fused multiply-add: results must be bit-identical to a definition that rounds twice.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
 
 @constant_while_compiling
 @cache
 def unavailable() -> str:
-    """Why nothing can be compiled and started here, a clause, or ''."""
+    """Return a clause that says why nothing can be compiled or launched here, or ''."""
     if torch.version.cuda is None:
         return "torch was built without CUDA"
     for name, load in (
@@ -49,7 +52,13 @@ def unavailable() -> str:
 
 @cache
 def _compiler() -> ctypes.CDLL:
-    """libnvrtc of torch's CUDA version: from nvidia/cu13/lib or nvidia/cuda_nvrtc/lib beside torch, else where the system finds it."""
+    """Load libnvrtc of torch's CUDA version.
+
+    The wheel's folder is nvidia/cu13/lib or nvidia/cuda_nvrtc/lib beside torch. If it does not
+    exist, the loader's search path decides.
+    """
+    # Two libraries by name, not libcaffe2_nvrtc.so: that one binds every symbol at once, and fails
+    # if one is missing.
     file = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
     beside = sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{file}"))
     return ctypes.CDLL(str(beside[0]) if beside else file)
@@ -63,7 +72,10 @@ def _driver_library() -> ctypes.CDLL:
 def compiled(
     name: str, source: str, capability: tuple[int, int], options: Sequence[str] = OPTIONS
 ) -> tuple[bytes, str]:
-    """The binary of a source for this compute capability, and what the compiler said. Raises BackendError with its words if it fails."""
+    """Compile a source for a compute capability. Returns (cubin, compiler log).
+
+    Raises BackendError with the compiler's log if the source does not compile.
+    """
     library, program = _compiler(), ctypes.c_void_p()
     given = [option.encode() for option in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *options)]
     _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
@@ -73,7 +85,8 @@ def compiled(
         if status:
             raise BackendError(
                 f"nvrtc: {name} does not compile for compute capability {capability[0]}.{capability[1]}: {words.strip()}. "
-                "Report this, with the version of torch; backend='reference' computes the same."
+                "Report this, with the version of torch; backend='reference' computes the same.",
+                code="nvrtc.compile",
             )
         return _told(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), words
     finally:
@@ -92,7 +105,10 @@ def _check(status: int) -> None:
     if status:
         text = _compiler().nvrtcGetErrorString
         text.restype = ctypes.c_char_p
-        raise BackendError(f"nvrtc: {text(status).decode()}. Reinstall torch: NVRTC is a part of its CUDA builds.")
+        raise BackendError(
+            f"nvrtc: {text(status).decode()}. Reinstall torch: NVRTC is a part of its CUDA builds.",
+            code="nvrtc.missing",
+        )
 
 
 def _check_driver(status: int, what: str) -> None:
@@ -100,12 +116,14 @@ def _check_driver(status: int, what: str) -> None:
         words = ctypes.c_char_p()
         _driver_library().cuGetErrorString(status, ctypes.byref(words))
         reason = words.value.decode() if words.value else f"error {status}"
-        raise BackendError(f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.")
+        raise BackendError(
+            f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.", code="cuda.failed"
+        )
 
 
 @dataclass(frozen=True)
 class Source:
-    """Kernels in one file of the package: extern "C" functions."""
+    """One CUDA C++ file of the package; its kernels are extern "C" functions."""
 
     package: str
     file: str
@@ -115,7 +133,10 @@ class Source:
         return resources.files(self.package).joinpath(self.file).read_text(encoding="utf-8")
 
     def binary(self, capability: tuple[int, int]) -> bytes:
-        """Compiled for this compute capability, some seconds, or found where an earlier process left it."""
+        """Return the cubin for this compute capability.
+
+        Compiling takes some seconds. The cubin of an earlier process is reused.
+        """
         major, minor = ctypes.c_int(), ctypes.c_int()
         _check(_compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         facts = (self.text, *OPTIONS, str(capability), f"{major.value}.{minor.value}")
@@ -125,21 +146,28 @@ class Source:
             return reading.bytes_of(found, BUILT)
         made, _ = compiled(self.file, self.text, capability)
         target = place / f"{stem}-{digest(made)}.cubin"
+        # Written under another name and renamed, so that no process reads half a file.
         draft = target.with_suffix(f".{id(made)}")
         draft.write_bytes(made)
-        draft.chmod(0o600)  # whatever the umask: `is_whole` refuses what others may write to
+        # Explicit, whatever the umask: `is_whole` refuses files that others may write to.
+        draft.chmod(0o600)
         draft.replace(target)
         return made
 
     def launch(
         self, kernel: str, programs: int, threads: int, device: torch.device, *arguments: Tensor | int | None
     ) -> None:
-        """Starts `kernel` on the current stream of `device`. Tensors are given by address, None as a null pointer, numbers as int32."""
+        """Launch `kernel` on the current stream of `device`.
+
+        Tensors are passed by address, None as a null pointer, and integers as int32.
+        """
         if dry_run_on() is not None:
             return
         values = [ctypes.c_int(x) if isinstance(x, int) else ctypes.c_void_p(address(x)) for x in arguments]
+        # cuLaunchKernel takes an array of pointers to the arguments; `values` must stay alive until
+        # it returns.
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        with torch.cuda.device(device):  # the driver starts it in the current context
+        with torch.cuda.device(device):  # cuLaunchKernel uses the current context
             function = _function(self, kernel, torch.cuda.current_device())
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             launched = _driver_library().cuLaunchKernel(
@@ -150,7 +178,7 @@ class Source:
 
 @cache
 def _function(source: Source, kernel: str, index: int) -> ctypes.c_void_p:
-    """A kernel of a source, loaded into the current context, that of device `index`."""
+    """Load a kernel into the context of device `index`, which must be current."""
     function = ctypes.c_void_p()
     _check_driver(
         _driver_library().cuModuleGetFunction(ctypes.byref(function), _module(source, index), kernel.encode()),

@@ -1,10 +1,12 @@
-"""Rows of a matrix in pieces, for definitions in plain torch on a GPU.
+"""Row-wise processing of a matrix in pieces, for definitions in plain torch on a GPU.
 
-A definition's intermediate tensors (float32 copies, ratios, noise in int64) are each as large as its input. A layer with a large
-hidden width would need more memory for that moment than bfloat16 needs for its whole step. Pieces of PIECE float32 numbers take
-16 MiB for each intermediate, and a kernel launch is short beside reading 16 MiB. Tensors of more than MOST_PIECES * PIECE numbers
-are cut into larger pieces, not into more pieces. Only row-wise work is cut, so results are bit-identical. A CPU and compiled code
-take the whole tensor: a CPU has memory enough, and a compiler fuses the intermediates.
+A definition's intermediate tensors (float32 copies, ratios, noise in int64) are each as large as
+its input. A layer with a large hidden width would temporarily need more memory for them than
+bfloat16 needs for its whole step. With pieces of PIECE float32 numbers each intermediate takes 16
+MiB. A kernel launch is short compared with the time to read 16 MiB.
+
+Only row-wise work is split, so results are bit-identical. The whole tensor is processed at once on
+a CPU, which has enough memory, and in compiled code, where the compiler fuses the intermediates.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from torch import Tensor
 
 from narrowgauge.addresses import PIECE, is_compiling, type_of
 
-# A planner pretends batches of a whole card, whose hidden states have 200 * PIECE numbers. It runs every
-# operator of every piece: without this limit one answer took five minutes.
+# The planner traces batches that fill a whole card: their hidden states have 200 * PIECE numbers,
+# and fake tensors run every operator of every piece. Without this limit one plan took five minutes.
+# Larger tensors get larger pieces instead.
 MOST_PIECES = 32
 
 
 def cuts(x: Tensor, rows_together: int = 1) -> list[slice]:
-    """At most MOST_PIECES slices of x's rows, or one where x stays whole.
+    """Return at most MOST_PIECES slices of x's rows; a single slice if x is processed whole.
 
-    A slice has about PIECE numbers or more; its rows, but for the last slice's, are a multiple of `rows_together`.
+    Each slice has about PIECE numbers or more. The number of rows of each slice but the last is a
+    multiple of `rows_together`.
     """
     rows, columns = x.shape
     if is_compiling() or type_of(x.device) != "cuda" or x.numel() <= PIECE:
@@ -35,6 +39,9 @@ def cuts(x: Tensor, rows_together: int = 1) -> list[slice]:
 
 
 def by_rows(work: Callable[[Tensor], Tensor], x: Tensor, rows_together: int = 1) -> Tensor:
-    """work(x), whose first axis is x's or a share of it, made piece by piece."""
+    """Return work(x), computed piece by piece.
+
+    The first axis of work(x) must be the first axis of x, or that length divided by a constant.
+    """
     slices = cuts(x, rows_together)
     return work(x) if len(slices) == 1 else torch.cat([work(x[each]) for each in slices])

@@ -1,18 +1,24 @@
-"""noise: the random numbers of stochastic rounding, as a function of (key, element) with a key from torch's generator.
+"""Counter-based random numbers for stochastic rounding, keyed by torch's generator.
 
-    uniform[i] = (mix(mix(i + low) ^ high) >> 8) / 2^24, in [0, 1);    low, high 32 bits each, i modulo 2^32
+    uniform[i] = (mix(mix(i + low) ^ high) >> 8) / 2^24, in [0, 1)
+    low, high    32 bits each: the key
+    i            index of the element, modulo 2^32
 
-A draw costs two numbers of the generator however large the tensor is, so repeating a forward pass repeats it, and a checkpoint
-that holds the generator's state holds it. A kernel computes the number where it rounds instead of reading it from memory. mix
-is the 32-bit finalizer with the constants of Chris Wellons' hash-prospector ("lowbias32"); two of them, one per half of the key,
-so that two draws are not each other's stretches.
+A draw takes two numbers from torch's generator, whatever the size of the tensor. A repeated forward
+pass therefore repeats the noise, and a checkpoint of the generator's state is sufficient to resume.
+A kernel computes each number where it rounds, instead of reading it from memory.
 
-Who trains on several ranks draws by name instead of by turn (`Stream`): the key is a function of the micro-batch, the layer and what is
-drawn, so each rank draws what one process would.
+mix is the 32-bit finalizer "lowbias32" of Chris Wellons' hash-prospector. It is applied twice, once
+per half of the key, so that the sequences of two keys are not shifted copies of each other.
 
-In eager mode, on the CPU and on GPUs with Triton. There the key stays in the GPU's memory, drawn by its own generator: nothing
-waits for it, and a CUDA graph draws another one at every replay. Elsewhere, and under torch.compile, `draw` is torch.rand, which
-is fast or fused there.
+Training on several ranks draws by name (`Stream`) instead of in sequence. The key is then a
+function of the micro-batch, the layer and the purpose. Each rank draws the numbers that a single
+process would draw.
+
+Keys exist in eager mode, on the CPU and on GPUs with Triton. On a GPU the key stays in device
+memory, drawn by the device's generator: there is no host synchronization, and a CUDA graph draws a
+new key at every replay. Elsewhere and under torch.compile `draw` calls torch.rand, which is fast or
+fused there.
 """
 
 from __future__ import annotations
@@ -33,12 +39,15 @@ MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, eq=False)
 class Key:
-    """Noise that is not in memory yet. words: (low, high), or in the memory of a GPU an int64 tensor [2] of them."""
+    """Noise that has not been materialized.
+
+    words  (low, high), or on a GPU an int64 tensor [2] with both
+    """
 
     words: tuple[int, int] | Tensor
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 in [0, 1) of `shape`, multiples of 2^-24: the numbers of the elements, row by row."""
+        """Materialize the numbers: float32 in [0, 1), multiples of 2^-24, in row-major order."""
         if isinstance(self.words, Tensor):
             return reference(self.words[0], self.words[1], tuple(shape), self.words.device)
         from narrowgauge.ops.cpp import int4 as cpp
@@ -48,23 +57,24 @@ class Key:
         return reference(*self.words, tuple(shape))
 
     def after(self, elements: int) -> Key:
-        """The key whose element 0 has the number that this one gives the element after so many."""
+        """Return the key whose element 0 equals element number `elements` of this key."""
         if isinstance(self.words, Tensor):
             return Key(torch.stack(((self.words[0] + elements) & MASK, self.words[1])))
         return Key(((self.words[0] + elements) & MASK, self.words[1]))
 
     def on_device(self, device: torch.device) -> Tensor:
-        """The words as int64 [2] on `device`, which is theirs if they are in its memory."""
+        """Return the words as int64 [2] on `device`; no copy if they are there already."""
         return torch.as_tensor(self.words, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The random numbers of one layer in one micro-batch, each draw by its name.
+    """Random numbers of one layer in one micro-batch, each draw identified by its name.
 
-    name   of the layer
-    words  of the micro-batch: two whole numbers below 2**32, or int64 [2] in the memory of a GPU
-    shard  what tells this rank's part of a sharded tensor from the others', by role; a role without one is the same on all ranks
+    name   name of the layer
+    words  words of the micro-batch: two integers below 2**32, or int64 [2] on a GPU
+    shard  {role: text} that distinguishes this rank's part of a sharded tensor from other ranks'
+           parts; roles that are missing here draw the same numbers on all ranks
     """
 
     name: str
@@ -72,16 +82,23 @@ class Stream:
     shard: dict[str, str] = field(default_factory=dict)
 
     def key(self, role: str, which: str) -> Key:
-        """The key of a draw for the tensor of a role ("x", "w" or "gy"), or for a product."""
+        """Return the key of one draw.
+
+        role   "x", "w" or "gy", or the name of a GEMM
+        which  purpose of the draw within the role
+        """
+        # The shard is part of the name: ranks with different parts of a tensor must not repeat each
+        # other's noise.
         low, high = hashed(self.name, role, which, self.shard.get(role, ""))
         if isinstance(self.words, Tensor):
+            # Cached on the device: a copy from the host at every draw would synchronize.
             return Key(self.words ^ _on_device(low, high, self.words.device))
         return Key((self.words[0] ^ low, self.words[1] ^ high))
 
 
 @cache
 def hashed(*names: str | int) -> tuple[int, int]:
-    """Two whole numbers below 2**32 that stand for these names."""
+    """Return a hash of the names: two integers below 2**32."""
     digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
@@ -94,24 +111,31 @@ def _on_device(low: int, high: int, device: torch.device) -> Tensor:
 def reference(
     low: int | Tensor, high: int | Tensor, shape: tuple[int, ...], device: torch.device | None = None
 ) -> Tensor:
-    """The definition in plain torch. low, high: whole numbers, or int64 without axes."""
+    """Definition in plain torch. low and high are integers or 0-dimensional int64 tensors."""
+    # int64, because torch has no uint32 arithmetic on all devices; MASK wraps to 32 bits.
     index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device=device)
     bits = _mix(_mix((index + low) & MASK) ^ high)
     return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
 
 
 def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = None, *names: str) -> Key | Tensor:
-    """Noise for a tensor of `shape` on `device`: from torch's generator, or the draw of a stream with these names (role, which)."""
+    """Draw noise for a tensor of `shape` on `device`: a Key where kernels read one, else numbers.
+
+    The source is torch's generator, or the stream with these names (role, which).
+    """
     facts = device_facts(device.type, device.index)
     is_dry_run = not torch.compiler.is_compiling() and dry_run_on() is not None
     cuda = facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None
     if stream is not None and not torch.compiler.is_compiling():
         key = stream.key(*names)
         return key if (cuda or facts.type == "cpu") and (is_dry_run or not wrapper()) else key.uniform(shape).to(device)
-    if wrapper() and not is_dry_run:  # a key that is fake has no numbers
+    if wrapper() and not is_dry_run:  # no kernel can read the words of a fake key
         return torch.rand(shape, dtype=torch.float32, device=device)
     if cuda:
+        # Stays on the device: Python integers would be constants of a CUDA graph, which would
+        # repeat its noise.
         return Key(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
+    # A dry run must not advance the generator, and needs no values.
     if is_dry_run and facts.type == "cpu":
         return Key((0, 0))
     if facts.type != "cpu" or torch.compiler.is_compiling():
@@ -121,14 +145,14 @@ def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = N
 
 
 def uniform(shape: tuple[int, ...], device: torch.device, stream: Stream | None, *names: str) -> Tensor:
-    """float32 in [0, 1) from torch's generator, or the draw of a stream with these names."""
+    """Return float32 numbers in [0, 1) from torch's generator or from the stream."""
     if stream is None:
         return torch.rand(shape, device=device, dtype=torch.float32)
     return stream.key(*names).uniform(shape).to(device)
 
 
 def draws_keys(device: torch.device) -> bool:
-    """Whether `draw` gives a key there, in eager mode, and not a number for each element."""
+    """Return True if `draw` returns a Key on this device, which only eager mode does."""
     if torch.compiler.is_compiling() or (wrapper() and dry_run_on() is None):
         return False
     facts = device_facts(device.type, device.index)

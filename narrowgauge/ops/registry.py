@@ -1,11 +1,20 @@
-"""Who computes an op: an ordered list of kernels, each of which refuses a call with a code for programs and a text for people.
+"""Registry that chooses a kernel for each call and records why others were refused.
 
-The last of them, `reference` (of optimizers `torch`), is the definition in plain torch and never refuses. The first kernel that does not
-refuse is taken. The refusals of the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or
-raises BackendError; it is never replaced by another. Four refusals are the registry's own: of a type of device that the kernel is not
-made for; of tensors whose memory is elsewhere (`addresses.wrapper`), by every kernel that does not say that it computes by torch's
-operators alone; of a device on which the kernel fails its check (selfcheck.py); and of one on which it was not measured to be
-faster, if it asks for that. A kernel's own module is imported where it is first asked (`imported`).
+An operator has an ordered list of kernels. Each one accepts a call or refuses it with a code (for
+programs) and a text (for people). The first kernel that accepts is used. The refusals before it are
+shown by `describe` and `narrowgauge info`. The last kernel, `reference` (`torch` for optimizers),
+is the definition in plain torch and never refuses. If the caller forces a kernel by name, it is
+used or BackendError is raised; no other kernel replaces it.
+
+The registry adds four refusals of its own:
+
+    device        the kernel is made for another type of device
+    wrapper       a wrapper hides the tensors' memory (`addresses.wrapper`), and the kernel is not
+                  made of torch operators
+    failed-check  the kernel fails its self-check on this device (selfcheck.py)
+    slower        a measurement did not show the kernel to be faster on this device
+
+A kernel's module is imported when it is first needed (`imported`).
 """
 
 from __future__ import annotations
@@ -26,14 +35,16 @@ from narrowgauge.errors import BackendError, closest
 from narrowgauge.recipe import Cast
 
 Spec = TypeVar("Spec")
-# Whether torch.compile hands frozen dataclasses to functions whose results it takes as constants (`constant_while_compiling`).
+# True if torch.compile can pass frozen dataclasses to functions whose results it treats as
+# constants (`constant_while_compiling`).
 TAKES_DATACLASSES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _CANNOT_NAME = (
     f"it cannot be checked while torch {torch.__version__} traces, for formats and scale rules that are not narrowgauge's own; "
     "torch 2.13 or eager mode can"
 )
 
-# What a kernel refuses for. "operands": it is made for others, which says nothing of what this machine lacks.
+# Reasons for a refusal. "operands" means that the kernel is made for other operands, so nothing is
+# missing on this machine.
 Code = Literal[
     "operands", "device", "capability", "toolchain", "compiling", "wrapper", "failed-check", "slower",
     "dtype", "shape", "tile", "format", "scale", "rounding", "calibration", "expanded", "noise", "caller",
@@ -41,7 +52,7 @@ Code = Literal[
 
 
 class Refusal(NamedTuple):
-    """Why a kernel does not compute a call: a code for programs, a clause for people."""
+    """Reason why a kernel does not compute a call: a code for programs and a clause for people."""
 
     code: Code
     text: str
@@ -52,13 +63,18 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What matters about a device when a kernel is chosen. capability is (0, 0) off CUDA.
+    """Properties of a device that decide which kernel is chosen.
 
-    bf16_gemm, int8_gemm  (CPU) whether the processor has instructions for it; without them such a GEMM is slower than float32
-    cuda                  the CUDA version that torch was built for, (0, 0) off CUDA
-    index                 which one it is, of devices that are here and on which kernels are checked (ops/selfcheck.py);
-                          None: kernels are taken by their word
-    wrapper               what hides the memory of the tensors there (`addresses.wrapper`), or ""
+    type        type of the torch.device
+    capability  compute capability, (0, 0) off CUDA
+    bf16_gemm   (CPU) True if the processor has bfloat16 instructions; otherwise float32 GEMMs are
+                faster
+    int8_gemm   (CPU) True if the processor has INT8 instructions; otherwise float32 GEMMs are
+                faster
+    cuda        CUDA version that torch was built for, (0, 0) off CUDA
+    index       index of a device that is present, on which kernels are checked (ops/selfcheck.py);
+                None: the device is absent and kernels are not checked
+    wrapper     kind of tensor wrapper that hides the memory (`addresses.wrapper`), or ""
     """
 
     type: str
@@ -71,9 +87,11 @@ class Device:
 
 
 def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does (torch 2.11 to 2.13), without its import of all of Dynamo.
+    """Mark a function as constant for Dynamo.
 
-    That import takes a second, brings numpy, and configures logging: too much for `import narrowgauge`.
+    The mark is the one that torch.compiler.assume_constant_result sets (torch 2.11 to 2.13).
+    torch's function imports all of Dynamo, which takes a second, imports numpy and configures
+    logging. That is too much for `import narrowgauge`.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -81,7 +99,7 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 
 @constant_while_compiling
 def device_facts(device_type: str, index: int | None) -> Device:
-    """The Device behind a torch.device."""
+    """Return the Device for a type and an index; in a dry run, the pretended one."""
     if (pretended := dry_run_on()) is not None:
         return pretended
     if device_type == "cuda" and torch.version.hip is None:
@@ -92,29 +110,34 @@ def device_facts(device_type: str, index: int | None) -> Device:
 
 
 def device_of(x: Tensor, *others: Tensor | None) -> Device:
-    """The Device of x, for a call with x and the others."""
+    """Return the Device of x, for a call with x and the other tensors."""
     return facts_of(x.device, wrapper(x, *others))
 
 
 def facts_of(device: torch.device, hidden_by: str) -> Device:
-    """The Device behind a torch.device, of tensors that are hidden by a wrapper or, with "", plain."""
+    """Return the Device for tensors in the wrapper `hidden_by`, or for plain tensors ("")."""
     if not hidden_by or dry_run_on() is not None:
         return device_facts(device.type, device.index)
-    if device.type == "cuda" and not torch.cuda.is_available():  # fake tensors may name devices that are not here
+    # Fake tensors may name absent devices.
+    if device.type == "cuda" and not torch.cuda.is_available():
         return Device("cuda", wrapper=hidden_by)
     return replace(device_facts(device.type, device.index), wrapper=hidden_by)
 
 
 def onednn_without_vnni(environment: Mapping[str, str]) -> bool:
-    """Whether a variable holds oneDNN back from VNNI: without it, its sums of INT8 products saturate at 16 bits."""
+    """Return True if an environment variable keeps oneDNN from using VNNI.
+
+    Without VNNI, oneDNN's INT8 GEMM saturates its sums at 16 bits.
+    """
     held = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
     return held.upper() in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 
 
 @cache
 def cpu_facts() -> Device:
-    """The CPU that runs this process, as oneDNN uses it (ONEDNN_MAX_CPU_ISA may hold it back)."""
+    """Return the Device of this CPU as oneDNN uses it; ONEDNN_MAX_CPU_ISA may restrict it."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # torch reports VNNI whatever ONEDNN_MAX_CPU_ISA says, and _int_mm then saturates (torch 2.13).
     int8 = torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
     return Device("cpu", bf16_gemm=bf16, int8_gemm=int8)
 
@@ -125,20 +148,28 @@ def cuda_facts(index: int | None) -> Device:
 
 @cache
 def _cuda_facts(index: int) -> Device:
-    """Asked for at every cast: of a device that is here they do not change."""
+    """Cached: every cast needs the result, and a present device does not change."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
     return Device("cuda", torch.cuda.get_device_capability(index), cuda=(int(major), int(minor)), index=index)
 
 
 @dataclass(frozen=True)
 class Kernel(Generic[Spec]):
-    """One way to compute an op. refuse(spec) is None when it can.
+    """One implementation of an operator.
 
-    on        the type of the devices that it is made for; elsewhere it is refused unasked. None: it says itself
-    by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
-    check     loads the `selfcheck.Check` by which it is examined on a device before it is first taken there; None of definitions
-    replays   whether what it launches follows from the forms of its tensors alone, so that `ops.triton.replay` may make it again
-    slower    (type, index) of a device -> why a later kernel is taken there, by a measurement, or None. A caller may still name this one
+    name      name by which a caller can force the kernel
+    refuse    refuse(spec) returns the reason for a refusal, or None if the kernel accepts
+    run       the implementation
+    on        type of device that the kernel is made for; the registry refuses all others.
+              None: `refuse` decides
+    by_torch  True if it consists of torch operators, which support wrappers; False if it reads
+              memory by address, so it never receives a wrapper
+    check     returns the `selfcheck.Check` that must pass on a device before first use; None for
+              definitions
+    replays   True if its launches depend only on shapes, dtypes and strides, so `ops.triton.replay`
+              may replay them
+    slower    slower(device type, index) returns the reason why a later kernel is preferred there by
+              measurement, or None. A caller can still force this kernel
     """
 
     name: str
@@ -152,9 +183,10 @@ class Kernel(Generic[Spec]):
 
 
 def imported(module: str, function: str) -> Callable[..., Any]:
-    """The function of a module that is imported at the first call."""
+    """Return a function that imports `module` at its first call and then calls `function` in it."""
 
     def call(*given: Any) -> Any:
+        # import_module takes a lock and several lookups, which is too slow for every call.
         return getattr(sys.modules.get(module) or import_module(module), function)(*given)
 
     return call
@@ -162,37 +194,37 @@ def imported(module: str, function: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Choice(Generic[Spec]):
-    """The kernel taken, and (name, refusal) for each one before it in the order."""
+    """The chosen kernel, and (name, refusal) of each kernel that precedes it in the order."""
 
     kernel: Kernel[Spec]
     refusals: tuple[tuple[str, Refusal], ...]
 
     @property
     def relevant(self) -> list[tuple[str, Refusal]]:
-        """The refusals of kernels that are made for such operands."""
+        """Refusals of the kernels that are made for such operands."""
         return [(name, refusal) for name, refusal in self.refusals if refusal.code != "operands"]
 
     @property
     def reasons(self) -> list[str]:
-        """The texts of these, each once."""
+        """Texts of the relevant refusals, without duplicates."""
         return list(dict.fromkeys(refusal.text for _, refusal in self.relevant))
 
 
 class Registry(Generic[Spec]):
-    """The kernels of one op, fastest first. A spec is a Device or has one as `device`."""
+    """Kernels of one operator, fastest first. A spec is a Device or has an attribute `device`."""
 
     def __init__(self, op: str) -> None:
         self.op = op
         self.kernels: list[Kernel[Spec]] = []
 
     def register(self, *kernels: Kernel[Spec]) -> None:
-        """Adds kernels, with the registry's own refusals where they concern them."""
+        """Append kernels, and add the registry's own refusals to those that need them."""
         for kernel in kernels:
             guarded = not kernel.by_torch or kernel.check is not None or kernel.on is not None
             self.kernels.append(replace(kernel, refuse=self._guarded(kernel)) if guarded else kernel)
 
     def _guarded(self, kernel: Kernel[Spec]) -> Callable[[Spec], Refusal | None]:
-        """kernel.refuse, which refuses wrappers too, and a device on which the kernel is wrong."""
+        """Return kernel.refuse with the registry's own refusals around it."""
 
         @constant_while_compiling
         def failure(device_type: str, index: int, *kind: Hashable) -> str | None:
@@ -208,6 +240,8 @@ class Registry(Generic[Spec]):
             return None if reason is None else Refusal("slower", reason)
 
         def cannot(spec: Spec, device: Device) -> Refusal | None:
+            # Wrapper and device come first: kernel.refuse may import the kernel's module or build a
+            # library.
             if device.wrapper and not kernel.by_torch:
                 hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
                 return Refusal("wrapper", hides)
@@ -219,6 +253,8 @@ class Registry(Generic[Spec]):
             kind = kernel.check().kind(spec)
             if kind is None:
                 return None
+            # Before torch 2.13 Dynamo passes a Cast without its fields to `failure`, a constant
+            # function.
             if not TAKES_DATACLASSES and torch.compiler.is_compiling() and any(isinstance(each, Cast) for each in kind):
                 return Refusal("compiling", _CANNOT_NAME)
             reason = failure(device.type, device.index, *kind)
@@ -227,11 +263,15 @@ class Registry(Generic[Spec]):
         return refuse
 
     def choose(self, spec: Spec, forced: str | None = None) -> Choice[Spec]:
-        """The first kernel that does not refuse, or the one called `forced`. Raises BackendError if that one refuses."""
+        """Return the first kernel that accepts the call, or the one named `forced`.
+
+        Raises BackendError if the forced kernel refuses. A forced kernel is used even if it was
+        measured to be slower.
+        """
         names = [kernel.name for kernel in self.kernels]
         if forced is not None and forced not in names:
             near = closest(forced, names) or ", ".join(names)
-            raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.")
+            raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.", code="kernel.unknown")
         refusals: list[tuple[str, Refusal]] = []
         for kernel in self.kernels:
             refusal = kernel.refuse(spec)
@@ -244,5 +284,8 @@ class Registry(Generic[Spec]):
                 refusals.append((kernel.name, refusal))
             if refusal is not None and named:
                 others = [other.name for other in self.kernels if other.refuse(spec) is None]
-                raise BackendError(f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.")
+                raise BackendError(
+                    f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.",
+                    code="kernel.refused",
+                )
         raise AssertionError(f"{self.op}: the reference refused {spec}")

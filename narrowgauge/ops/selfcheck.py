@@ -1,13 +1,16 @@
-"""A kernel that is new on a device computes a small sample there first, and is refused if it is wrong.
+"""Check a kernel on a small sample before its first use on a device; refuse wrong kernels.
 
-A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
-error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
-and the definition computes the truth on the CPU. An op says what it compares by a `Check` (selfcheck.py of mm,
-quantize and norm_act, hadamard/encoding.py, rotary, optim/backends.py), and the registry asks for it ahead of a kernel. The rest is here.
+A kernel that never ran on a device, a layout that a library changed, or a compiler bug raises no
+error, and yields plausible numbers. Before a kernel is first used on a device for one kind of call,
+it therefore computes a sample there. The definition computes the reference result on the CPU. A
+`Check` says which outputs are compared (selfcheck.py of mm, quantize and norm_act,
+hadamard/encoding.py, rotary, optim/backends.py). The registry runs the check before it returns a
+kernel.
 
-Once per process, device, kernel and kind of call; then a dictionary. Random numbers come from generators of their own, and nothing is
-recorded for autograd. Devices that are not here (`Device.index` None) are taken by their word. Tests examine every checked kernel of every
-registry by the `examples` of its check.
+A check runs once per process, device, kernel and kind of call; later calls find its result in a
+dictionary. It has its own random generators and runs without autograd. Absent devices
+(`Device.index` is None) are not checked. The tests run every check of every registry on the specs
+that `examples` yields.
 """
 
 from __future__ import annotations
@@ -29,10 +32,14 @@ Spec = TypeVar("Spec")
 
 
 class Comparison(NamedTuple):
-    """What a kernel computed, by name, beside the truth.
+    """One output of a kernel and its reference result.
 
-    bound  largest error allowed, which broadcasts against the truth; NaN must be where the truth has it. None: equal to the bit, where
-           a NaN is like every other
+    name   name of the output
+    got    output of the kernel, on its device
+    truth  reference result, on the CPU
+    bound  largest absolute error that is allowed, broadcastable to truth; NaN must occur exactly
+           where truth has NaN. None: the outputs must be bit-identical, where all NaN count as
+           equal
     """
 
     name: str
@@ -41,18 +48,21 @@ class Comparison(NamedTuple):
     bound: Tensor | float | None = None
 
 
-# (run of the kernel, the kind of call, device) -> comparisons, or clauses that say what is wrong. It stops at the first that fails.
+# compare(run of the kernel, kind of call, device) yields comparisons, or clauses that say what is
+# wrong. The check ends at the first failure.
 Compare = Callable[[Callable[..., Any], Any, torch.device], Iterable[Comparison | str]]
 
 
 @dataclass(frozen=True)
 class Check(Generic[Spec]):
-    """How kernels of an op are examined.
+    """Check of the kernels of one operator.
 
-    kind      what of a spec the numbers depend on, as `compare` takes it; None: there is nothing to examine. Of ops whose kernels are
-              chosen while torch.compile traces, parts of the spec as they are, or numbers and strings
-    compare   see above
-    examples  the specs by which tests examine a kernel
+    kind      kind(spec) returns the parts of a spec that the numbers depend on, in the form that
+              `compare` takes. None: nothing to check. For operators whose kernels are chosen while
+              torch.compile traces, the parts must be strings, numbers or unmodified parts of the
+              spec
+    compare   yields the comparisons, see `Compare`
+    examples  specs for which the tests run the check
     """
 
     kind: Callable[[Spec], tuple[Hashable, ...] | None]
@@ -60,17 +70,19 @@ class Check(Generic[Spec]):
     examples: Callable[[], Iterable[Spec]]
 
     def failure(self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device) -> str | None:
-        """Why the kernel failed for this kind of call on this device, or None. Examines it if that is still to do.
+        """Return the reason why the kernel failed for this kind of call on this device, or None.
 
-        A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong. Raises BackendError
-        while a CUDA graph is captured: what an examination computes and waits for may not be part of it.
+        The check runs if it has not run before. A failure also issues a RuntimeWarning, because
+        nobody may look at the refusals and the fallback is only slower. Raises BackendError during
+        CUDA graph capture: the kernels and the synchronization of a check must not be captured.
         """
         key = (op, kernel.name, kind, device.index)
         if key not in RESULTS:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise BackendError(
                     f"{op}: {kernel.name} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
-                    "Run one step before the capture."
+                    "Run one step before the capture.",
+                    code="kernel.unchecked",
                 )
             RESULTS[key] = examine(op, kernel.run, self, kind, device)
             if (reason := RESULTS[key].reason) is not None:
@@ -81,11 +93,11 @@ class Check(Generic[Spec]):
 
 @dataclass(frozen=True)
 class Result:
-    """What an examination found.
+    """Result of a check.
 
-    reason     why the kernel is refused, as a clause; None: it passed
-    worst      largest error as a share of what is allowed
-    elapsed_s  what it took, the first compilation or loading of the kernel included
+    reason     clause that says why the kernel is refused, or None if it passed
+    worst      largest error as a fraction of its bound
+    elapsed_s  duration, including the first compilation or loading of the kernel
     """
 
     reason: str | None
@@ -93,28 +105,35 @@ class Result:
     elapsed_s: float
 
 
-RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
+# (operator, kernel, kind of call, device index).
+RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}
 
 
 def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device) -> Result:
-    """One examination. A kernel that raises is refused with its own words; OutOfMemoryError if the device has no room for it."""
+    """Run a check once. A kernel that raises is refused with the text of its exception.
+
+    Raises OutOfMemoryError if the device has too little memory.
+    """
     started_at_s = time.perf_counter()
-    # On the CPU, whatever the default device is: there the truth is computed.
+    # The reference result is computed on the CPU, whatever the default device is. Autocast would
+    # round its operands.
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             worst, reason = _first_failure(check.compare(run, kind, device), device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"{op}: {device} has no memory left for the check of a kernel, which takes a few MiB. Free some, or "
-                f"lower the batch size. ({_first_line(error)})"
+                f"lower the batch size. ({_first_line(error)})",
+                code="memory.kernel-check",
             ) from error
-        except Exception as error:  # whatever torch, cuBLAS or Triton raise, it is the reason of the refusal
+        # Any exception of torch, cuBLAS or Triton is a reason for a refusal.
+        except Exception as error:
             worst, reason = float("inf"), f"it failed when it was tried on {device}: {_first_line(error)}"
     return Result(reason, worst, time.perf_counter() - started_at_s)
 
 
 def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> tuple[float, str | None]:
-    """(largest error as a share of its bound, what is wrong as a clause or None)."""
+    """Return (largest error as a fraction of its bound, reason as a clause or None)."""
     worst = 0.0
     for each in found:
         error, reason = (float("inf"), each) if isinstance(each, str) else _error(*each, device)
@@ -127,14 +146,15 @@ def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> t
 def _error(
     name: str, got: Tensor, truth: Tensor, bound: Tensor | float | None, device: torch.device
 ) -> tuple[float, str | None]:
-    """The same of one comparison."""
+    """Return the same for one comparison."""
     if bound is None:
         reason = difference(name, got, truth, device)
         return (0.0 if reason is None else float("inf")), reason
     got, truth = got.detach().to("cpu").to(torch.float64), truth.to(torch.float64)
     if got.shape != truth.shape:
         return float("inf"), f"its {name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
-    # A bound of zero leaves 0 / 0 where nothing is wrong; NaN against NaN is right.
+    # With a bound of zero a correct element gives 0 / 0. NaN against NaN is correct; the check
+    # below finds other NaN.
     worst = float(((got - truth).abs() / bound).nan_to_num(nan=0.0, posinf=float("inf")).max())
     if worst > 1:
         return worst, f"its {name} is wrong on {device}: {worst:.2g} times the error that is allowed"
@@ -145,9 +165,13 @@ def _error(
 
 
 def difference(name: str, got: Tensor, expected: Tensor, device: torch.device) -> str | None:
-    """What differs in a bit between what a kernel computed and the truth, as a clause; a NaN is like every other. None: nothing."""
+    """Return a clause that describes the bitwise difference between got and expected, or None.
+
+    All NaN count as equal.
+    """
     got, expected = got.detach().to("cpu").contiguous(), expected.detach().contiguous()
-    if got.shape != expected.shape or got.dtype != expected.dtype:  # a change of the op that a kernel missed
+    # For example, the definition changed and the kernel did not.
+    if got.shape != expected.shape or got.dtype != expected.dtype:
         forms = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (got, expected)]
         return f"its {name} is {forms[0]} on {device}, not {forms[1]}: the kernel computes something else"
     left, right = _bits(got), _bits(expected)
@@ -167,12 +191,16 @@ def difference(name: str, got: Tensor, expected: Tensor, device: torch.device) -
 def _bits(x: Tensor) -> Tensor:
     if not x.dtype.is_floating_point:
         return x.to(torch.int64)
+    # Compared as integers: equal floats may differ in the sign of zero.
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.view(integer).to(torch.int64) & ((1 << min(8 * x.element_size(), 63)) - 1)
 
 
 def spread_normal(rows: int, columns: int, spread: int, generator: torch.Generator) -> Tensor:
-    """Normal numbers [rows, columns], each 16 x 16 of them scaled by a power of two, 2**-spread to 2**spread, of their own."""
+    """Return normal numbers [rows, columns] with a random power of two per 16 x 16 block.
+
+    The powers lie between 2**-spread and 2**spread.
+    """
     powers = torch.randint(-spread, spread + 1, (-(-rows // 16), -(-columns // 16)), generator=generator)
     x = torch.randn(rows, columns, generator=generator)
     return torch.ldexp(x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns])

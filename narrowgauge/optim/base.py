@@ -65,7 +65,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, backend: Backend, **defaults: Any) -> None:
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
-            raise OptionError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
+            raise OptionError(
+                f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.", code="optim.backend"
+            )
         self.backend: Backend = backend
         self._rules: dict[str, Rule] = {}  # that groups brought
         self._names: dict[Tensor, str] = {}  # of parameters, where they are known
@@ -90,18 +92,25 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 frozen = sum(parameter.numel() for parameter in params.parameters())
                 raise ConfigError(
                     f"{kind}: {type(params).__name__} has no parameter that requires a gradient"
-                    + (f"; all {frozen:,} are frozen. Unfreeze a layer." if frozen else ". Pass the model that trains.")
+                    + (
+                        f"; all {frozen:,} are frozen. Unfreeze a layer." if frozen else ". Pass the model that trains."
+                    ),
+                    code="optim.nothing-trains",
                 )
             return found
         if isinstance(params, Tensor):
             return params  # torch refuses it in words
         if not isinstance(params, Iterable):
-            raise ConfigError(f"{kind}: {params!r} has no parameters. Pass the model, or a list of its parameters.")
+            raise ConfigError(
+                f"{kind}: {params!r} has no parameters. Pass the model, or a list of its parameters.",
+                code="optim.no-parameters",
+            )
         params = list(params)
         if not params:
             raise ConfigError(
                 f"{kind}: the list of parameters is empty. Pass the model, or parameters that train; a generator that was read "
-                "before is empty, and so is a filter on requires_grad when all layers are frozen."
+                "before is empty, and so is a filter on requires_grad when all layers are frozen.",
+                code="optim.empty-list",
             )
         return params
 
@@ -133,9 +142,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if "states" in group and former.is_former(group):  # a whole optimizer that an earlier version saved
                 for parameter in group["params"]:
                     if parameter in self.state:
-                        self.state[parameter] = former.converted(
-                            self.state[parameter], group["states"], self._rule_of(group)
-                        )
+                        self.state[parameter] = former.converted(self.state[parameter], group, self._rule_of(group))
                 group["form"] = moments.FORM
             for name, value in self.defaults.items():  # of a state that torch's own optimizer saved
                 group.setdefault(name, value)
@@ -170,11 +177,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device, rule):
-                    raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
+                    raise ConfigError(
+                        f'{kind}: backend = "{self.backend}" cannot be had here. {reason}',
+                        code="optim.backend-unavailable",
+                    )
         whole = rule.granularity == "matrix"
         for parameter in group["params"]:
             if reason := shards.refuse(parameter, whole) or param_groups.refuse(parameter, group["master"]):
-                raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
+                raise ConfigError(
+                    f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}",
+                    code="optim.parameter-kind",
+                )
         param_groups.tell_of_cut_tiles(kind, group)
 
     def _refuse_master_without_effect(self) -> None:
@@ -185,7 +198,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if found and types and all(each == torch.float32 for each in types):
             raise ConfigError(
                 f"{type(self).__name__}: master = {found[0]!r} has no effect: all parameters are float32, and such a weight is its own "
-                "master. Leave it out, or convert the model to bfloat16 before the optimizer is built."
+                "master. Leave it out, or convert the model to bfloat16 before the optimizer is built.",
+                code="optim.master-float32",
             )
 
     # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
@@ -264,7 +278,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"{type(self).__name__}: a step inside a CUDA graph would repeat the learning rate and step count of its capture. "
                 "Make optimizer.replayable() before the capture, call its capture() instead of step(), and its before_replay() "
-                "before each replay."
+                "before each replay.",
+                code="optim.captured",
             )
         param_steps = self._next(chosen)
         left_out = (self._left_out,) if self._left_out.is_possible else ()
@@ -353,7 +368,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if found is not None and found.asked != asked:
             raise ConfigError(
                 f"{type(self).__name__}: states, master and embeddings of a group were {found.asked} when its state was made, and are "
-                f"{asked} now. A state keeps its form: build another optimizer for it."
+                f"{asked} now. A state keeps its form: build another optimizer for it.",
+                code="optim.group-changed",
             )
         if found is None or not found.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
@@ -372,11 +388,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """Raises ConfigError for a parameter that became another type or shape since the optimizer took it."""
         kind = f"{type(self).__name__}: a parameter of {list(parameter.shape)} is {parameter.dtype} now"
         if reason := param_groups.refuse(parameter, group["master"]):
-            raise ConfigError(f"{kind}, which it was not when the optimizer was built: {reason}")
+            raise ConfigError(
+                f"{kind}, which it was not when the optimizer was built: {reason}", code="optim.parameter-changed"
+            )
         if state is not None and forms_of(state) != forms_of(self._new_state(parameter, group, "meta")):
             raise ConfigError(
                 f"{kind}, and its state was made when it had another type or shape. Convert the model before the optimizer is "
-                "built."
+                "built.",
+                code="optim.parameter-form",
             )
 
     def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
@@ -450,7 +469,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
 def _usable(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     if gradient.layout is not torch.strided:
-        raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
+        raise ConfigError(
+            "narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.",
+            code="optim.sparse-gradient",
+        )
     if gradient.dtype not in DTYPES:
         gradient = gradient.to(torch.float32)
     return in_memory(gradient).contiguous()

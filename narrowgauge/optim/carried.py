@@ -21,11 +21,9 @@ from torch import Tensor
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import masters, param_groups, rules, states
 from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.optim.moments import States
+from narrowgauge.optim.moments import NEAREST, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import ParamStep, as_tiles, decode_rows, new_state, write_rows
-
-HALF = 1 << 15  # of the 16 random bits: rounds to nearest
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ def carry(
         old_form, new_form = form_of(source, old, before[old]), form_of(target, new, after[new])
         if old_form.rule.name != new_form.rule.name:
             raise ConfigError(
-                f"carry: the state of {old_form.rule.name!r} means nothing to {new_form.rule.name!r}. Keep the rule."
+                f"carry: the state of {old_form.rule.name!r} means nothing to {new_form.rule.name!r}. Keep the rule.",
+                code="optim.other-rule",
             )
         kept = source.state.get(old, {})
         found.states += bool(kept)
@@ -171,7 +170,7 @@ def _encoded(parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dic
     for name, moment in zip(form.rule.moments, (step.first, step.second), strict=False):
         if name in values:
             x = cut(values[name])
-            codes = moment.format.encode(x, torch.full(x.shape, HALF, dtype=torch.int32, device=x.device))
+            codes = moment.format.encode(x, torch.full(x.shape, NEAREST, dtype=torch.int32, device=x.device))
             write_rows(moment, codes, every, columns, None)
     if "step" in kept:
         made["step"].copy_(kept["step"])

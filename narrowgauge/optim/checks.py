@@ -39,7 +39,8 @@ def refuse_silent_failures(optimizer: torch.optim.Optimizer) -> None:
     if reasons := silent_failures(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__}: {' '.join(reasons)} Use narrowgauge.optim.AdamW with master='bf16-remainder' or "
-            "'stochastic', or keep the weights in float32."
+            "'stochastic', or keep the weights in float32.",
+            code="optim.unfit",
         )
 
 

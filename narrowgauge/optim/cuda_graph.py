@@ -71,7 +71,8 @@ class ReplayedStep:
         if reason := self.refuse():
             raise ConfigError(
                 f"{type(optimizer).__name__}.capture: {reason}. Or leave the optimizer out of the graph, and call step() after each "
-                "replay."
+                "replay.",
+                code="optim.capture",
             )
         self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
         param_steps = optimizer._next(self._chosen, counts=False)
@@ -91,7 +92,8 @@ class ReplayedStep:
 
         if not self._captured:
             raise ConfigError(
-                f"{type(self._optimizer).__name__}.before_replay: nothing was captured. Call capture() inside torch.cuda.graph."
+                f"{type(self._optimizer).__name__}.before_replay: nothing was captured. Call capture() inside torch.cuda.graph.",
+                code="optim.not-captured",
             )
         param_steps = self._optimizer._next(self._chosen)
         for each, gradient in zip(param_steps, self._gradients, strict=True):

@@ -1,7 +1,8 @@
 """States of earlier forms (see `moments.FORM`), converted to the present one when they are loaded.
 
-Form 2 kept "8bit" first moments as c |c| / 127^2, c int8, and second moments as floats of 5 exponent and 3 mantissa bits. Both
-have the types and shapes of their successors, so that a distributed checkpoint can reshard them before they are converted.
+Form 2 kept "8bit" first moments as c |c| / 127^2, c int8, and second moments as floats of 5 exponent and 3 mantissa bits. Form 3
+kept second moments as a taper over 60 octaves. All have the types and shapes of their successors, so that a distributed checkpoint
+can reshard them before they are converted.
 """
 
 from __future__ import annotations
@@ -17,46 +18,42 @@ from narrowgauge.optim.moments import Encoded, Moment
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import as_tiles, shape_of
 
-NEAREST = 0x7FFF  # as noise: rounds to nearest
-
 
 def is_former(group: Mapping[str, Any]) -> bool:
     """Whether a group was saved in an earlier form that can be converted; the first form of 4 bits cannot."""
     form = group.get("form", 1)
-    return form == 2 or (form < 2 and "4bit" not in str(group.get("states")))
+    return form in (2, 3) or (form < 2 and "4bit" not in str(group.get("states")))
 
 
-def converted(state: Mapping[str, Any], name: object, rule: Rule) -> dict[str, Any]:
-    """A parameter's state of an earlier form in the present one; name: of its states, as the group has it."""
-    found = dict(state)
+def converted(state: Mapping[str, Any], group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+    """A parameter's state of an earlier form in the present one; group: as it was saved."""
+    found, name = dict(state), group.get("states")
+    changed = (moments.TAPERED8,) if group.get("form", 1) == 3 else (moments.E5M2, moments.TAPERED8)
     kept = states.named(name) if isinstance(name, str) and states.is_known(name) else None
     for moment, format in zip(rule.moments, (kept.first, kept.second) if kept else (), strict=False):
         codes, scale = found.get(moment), found.get(f"{moment}_scale")
-        if (
-            format not in (moments.E5M2, moments.TAPERED8)
-            or not isinstance(codes, Tensor)
-            or not isinstance(scale, Tensor)
-        ):
+        if format not in changed or not isinstance(codes, Tensor) or not isinstance(scale, Tensor):
             continue
         sharded = shards.is_sharded(codes)
         if codes.dtype == format.dtype and sharded == shards.is_sharded(scale):
-            own, own_scale = _converted(shards.local(codes), shards.local(scale), format)
+            own, own_scale = _converted(shards.local(codes), shards.local(scale), format, group.get("form", 1))
             found[moment] = shards.wrapped(own, codes, codes.shape) if sharded else own
             found[f"{moment}_scale"] = shards.wrapped(own_scale, scale, scale.shape) if sharded else own_scale
     return found
 
 
-def _converted(codes: Tensor, scale: Tensor, format: Moment) -> tuple[Tensor, Tensor]:
+def _converted(codes: Tensor, scale: Tensor, format: Moment, form: int) -> tuple[Tensor, Tensor]:
     """codes of the parameter's shape and scale [rows, tiles] -> the same in the present form."""
     rows, columns = shape_of(codes)
     if not codes.numel() or scale.ndim != 2 or not scale.shape[1]:
         return codes, scale
     tiles, tile = scale.shape[1], 256 if -(-columns // 256) == scale.shape[1] else 128
     cut = as_tiles(codes.reshape(rows, columns), tiles, tile)
-    x = _squares(cut, scale) if format is moments.E5M2 else _e5m3(cut, scale)
+    read = _squares if format is moments.E5M2 else _taper_of_60_octaves if form == 3 else _e5m3
+    x = read(cut, scale)
     if columns % tile:
         x[:, -1, columns % tile :] = 0.0
-    noise = torch.full(x.shape, NEAREST, dtype=torch.int32, device=x.device)
+    noise = torch.full(x.shape, moments.NEAREST, dtype=torch.int32, device=x.device)
     found: Encoded = format.encode(x, noise)
     assert found.scale is not None
     return found.codes.flatten(1)[:, :columns].reshape(codes.shape).contiguous(), found.scale
@@ -69,4 +66,12 @@ def _squares(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _e5m3(codes: Tensor, scale: Tensor) -> Tensor:
     share = ((codes.to(torch.int32) + 761) << 20).view(torch.float32)
+    return torch.where(codes > 0, share, 0.0) * scale.to(torch.float32)[..., None]
+
+
+def _taper_of_60_octaves(codes: Tensor, scale: Tensor) -> Tensor:
+    """As `moments.Tapered`, with 16 codes per octave over 4 octaves in the place of 3."""
+    code, top = codes.to(torch.int32), ((127 + 25) << (23 - moments.TAPER_SHIFT)) + 255
+    distance = (top - code << moments.TAPER_SHIFT).view(torch.float32).to(torch.int32)
+    share = ((127 << 23) + (4 << 23) - distance).view(torch.float32)
     return torch.where(codes > 0, share, 0.0) * scale.to(torch.float32)[..., None]

@@ -103,7 +103,8 @@ class HeldGradients:
             if held is None:
                 raise ConfigError(
                     f"hold_gradients: the optimizer of this parameter of {list(parameter.shape)} is gone, nothing held it. Keep it, or "
-                    "what hold_gradients returned, for as long as the model trains."
+                    "what hold_gradients returned, for as long as the model trains.",
+                    code="hold-gradients.no-optimizer",
                 )
             held.add(parameter)
 
@@ -219,7 +220,8 @@ def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(
             f"hold_gradients: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
-            'states="fp32" is torch\'s AdamW.'
+            'states="fp32" is torch\'s AdamW.',
+            code="hold-gradients.optimizer",
         )
     if optimizer.stepping is not None or optimizer.holding is not None:
         how = (
@@ -228,16 +230,21 @@ def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None
             else "holds gradients already"
         )
         raise ConfigError(
-            f"hold_gradients: this {type(optimizer).__name__} {how}. Call remove() on what the first call returned."
+            f"hold_gradients: this {type(optimizer).__name__} {how}. Call remove() on what the first call returned.",
+            code="hold-gradients.twice",
         )
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
-        raise ConfigError(f"hold_gradients: clip_norm = {clip_norm!r}: must be above 0. Leave it out for no clipping.")
+        raise ConfigError(
+            f"hold_gradients: clip_norm = {clip_norm!r}: must be above 0. Leave it out for no clipping.",
+            code="hold-gradients.clip-norm",
+        )
     holding = HeldGradients(optimizer, clip_norm)
     for place in range(len(optimizer.param_groups)):
         holding.hook_group(place)
     if not holding._handles:
         raise ConfigError(
-            f"hold_gradients: no parameter is a matrix of {SMALLEST:,} elements or more that requires a gradient. Leave it out."
+            f"hold_gradients: no parameter is a matrix of {SMALLEST:,} elements or more that requires a gradient. Leave it out.",
+            code="hold-gradients.nothing",
         )
     optimizer.holding = holding
     return holding
@@ -261,13 +268,15 @@ def float16_weights(model: nn.Module) -> list[str]:
     }
     if not found:
         raise ConfigError(
-            "float16_weights: no Linear of the model has a recipe and a weight of its own. Call ng.convert first."
+            "float16_weights: no Linear of the model has a recipe and a weight of its own. Call ng.convert first.",
+            code="float16-weights.none",
         )
     for name, parameter in found.items():
         largest = float(parameter.detach().abs().max()) if parameter.numel() else 0.0
         if not largest <= torch.finfo(torch.float16).max:
             raise ConfigError(
-                f"float16_weights: {name}: its largest weight is {largest:g}, and float16 ends at 65504. Leave this model in bfloat16."
+                f"float16_weights: {name}: its largest weight is {largest:g}, and float16 ends at 65504. Leave this model in bfloat16.",
+                code="float16-weights.too-large",
             )
     for parameter in found.values():
         parameter.data = parameter.data.to(torch.float16)

@@ -5,25 +5,30 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
 
     name      code                      value(code)                       bound per element, s the tile's scale
     fp32      float32                   the number                        exact
-    e5m2      5 exponent, 2 mantissa    2^(e - 32) (1 + f/4), 0           |x - x'| <= x / 8 (nearest), x / 4 (else), 9.5 decades
-    tapered8  16, 8, 4, 2 codes per     see Tapered                       |x - x'| < x / 16 above s / 2^4, x / 8 above s / 2^12,
-              octave, from the top                                        x / 4 above s / 2^28, else x / 2; nothing above 0 becomes 0
+    e5m2      5 exponent, 2 mantissa    2^(e - 32) (1 + f/4), 0           |x - x'| < x / 4, 9.5 decades
+    tapered8  16, 8, 4, 2, 1 codes per  see Tapered                       |x - x'| < x / 16 above s / 2^3, x / 8 above s / 2^11, x / 4
+              octave, from the top                                        above s / 2^27, x / 2 above s / 2^59, else x, down to
+                                                                          s / 2^73; nothing above 0 becomes 0
     e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (else), in range
     fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (else), in range
     dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels around |x|/s, times s
     linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
 
-Second moments are rounded stochastically with E[x'] = x. With beta2 = 0.999 a step changes v by a tenth of a percent, far
-below half a gap of any 8-bit code, and rounding to nearest would never change v. First moments are rounded to nearest, and
+Second moments are rounded stochastically with E[x'] = x, and E[x'^k] = x^k where an expanded E4M3 has k < 1: its gaps of 30 %
+and more would let the logarithm of a v that decays sink by half of its growing variance, and steps grow.
+With beta2 = 0.999 a step changes v by a tenth of a percent, far below
+half a gap of any 8-bit code, and rounding to nearest would never change v. First moments are rounded to nearest, and
 toward zero where they only decay (see `rules.only_decays`); the step corrects the weight for the rounding error (see `rules`).
-Lion, whose step is a sign and has no such correction, rounds its moment stochastically (`draws`).
+e5m2 is always rounded stochastically: to nearest, a moment stands still beside a gradient that is too small for one code and too
+large for `only_decays`, while v decays and its weight walks on. Five random bits suffice, since the correction takes their bias back.
+Lion, whose step is a sign and has no such correction, rounds its moment stochastically in every format (`draws`), by 16 bits.
 dynamic4 is not rounded toward zero in a tile that decays as a whole: its scale follows.
 Scales are powers of two, at least amax and below 2 amax (the 4-bit ones: within 1 % of amax, 16 codes have no octave to give
 away), so they seldom change, and codes of a float survive the change exactly. Scales are at least 2^-94; a tile whose amax
 is not finite or above 2^126 gets the scale NaN and is NaN as a whole (with the codes of zeros): never a finite number for one
 that was none.
 
-Sources. e5m2 and tapered8: ranges that let a tile hold gradients over nine decades, 2^-31 for m and 2^-60 for v. Earlier
+Sources. e5m2 and tapered8: ranges that let a tile hold gradients over nine decades, 2^-31 for m and 2^-73 for v. Earlier
 versions kept m as signed square roots and v as 5-exponent 3-mantissa floats (`former`), which hold 4.2 and 4.7 decades of
 gradients. The taper spends codes where most second moments of a tile lie, within 2^-12 of its largest, as posits do.
 dynamic4: the dynamic map
@@ -52,15 +57,17 @@ POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
 LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
 OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
 E5M2_BELOW = 508 - 127  # of the upper 11 bits of a float32, so that code 127 is 1.0
-# Of tapered8: octaves below 1 that have 16 codes each, in the units of a float32's bits; the kept bits of the float32 of such a distance
-# plus TAPER begin at TAPER_SHIFT, and the code of 1.0 is 255.
-TAPER, TAPER_SHIFT = 4 << 23, 17
-TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 255
+# Of tapered8, in the units of a float32's bits: what is added to a distance below 1, so that the taper begins with 16 codes per octave.
+# The upper bits of float32(distance + TAPER) begin at TAPER_SHIFT; the code of 1.0, whose distance is 0, is 255.
+# float32(TAPER) is 2^25 (1 + 1/4), whose upper bits are (127 + 25) 64 + 16.
+TAPER, TAPER_SHIFT = 5 << 23, 17
+TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 16 + 255
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
+NEAREST = 0x7FF0  # as noise: half of 16 bits, and half of the lowest five
 # Of states, kept in the groups of an optimizer. 1 had square roots in the place of dynamic4; 2 had signed squares in the place of e5m2
-# and 5-exponent 3-mantissa floats in the place of tapered8: `former` converts them.
-FORM = 3
+# and 5-exponent 3-mantissa floats in the place of tapered8; 3 had 60 octaves of tapered8. `former` converts 2 and 3.
+FORM = 4
 
 
 class Encoded(NamedTuple):
@@ -113,17 +120,13 @@ class Moment:
 
 
 class SignedE5M2(Moment):
-    """Signed float without subnormals, in a byte: the sign in the upper bit, 127 for the scale itself, ties away from zero."""
+    """Signed float without subnormals, in a byte: the sign in the upper bit, 127 for the scale itself. Rounded stochastically."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
         bits = (x.abs() * inverse).view(torch.int32)
-        if draws:
-            bits = bits + noise * 32 + 16
-        elif decays is None:
-            bits = bits + (1 << 20)
-        else:
-            bits = torch.where(decays, bits, bits + (1 << 20))
+        # Five of the 21 bits that E5M2 drops: kernels work on the upper halves of float32.
+        bits = bits + (noise * 32 + 16 if draws else (noise & 31) << 16)
         code = ((bits >> 21) - E5M2_BELOW).clamp(min=0) | (x.signbit().to(torch.int32) << 7)
         return Encoded(code.to(torch.uint8).view(torch.int8), scale)
 
@@ -160,11 +163,11 @@ class Dynamic(Moment):
 
 
 class Tapered(Moment):
-    """Unsigned float with 4, 3, 2 and 1 bits of mantissa over 4, 8, 16 and 32 octaves from the top down. Rounded stochastically.
+    """Unsigned float with 4 to 0 bits of mantissa over 3, 8, 16, 32 and 14 octaves from the top down. Rounded stochastically.
 
     The bits of a float32 are piecewise linear in the logarithm. d = bits(1) - bits(t) counts how far t lies below 1, in octaves
     of 2^23; the bits of float32(d + TAPER) are again such a logarithm, so that every doubling of the distance, counted from
-    four octaves above 1, takes 64 codes. Each code lies within one octave of t, where bits are linear in t, so that noise
+    five octaves above 1, takes 64 codes. Each code lies within one octave of t, where bits are linear in t, so that noise
     below the kept bits rounds without bias.
     """
 
@@ -216,7 +219,11 @@ class SmallFloat(Moment):
             nearest = (y + shift) - shift
             magnitude = self._code_below(nearest if decays is None else torch.where(decays, y, nearest))
         else:  # nothing above 0 becomes 0
-            magnitude = torch.maximum(self._drawn(t, y, log_k, noise), (t > 0).to(torch.int32))
+            magnitude = self._drawn(t, y, log_k, noise)
+            if log_k is not None:
+                normal = (y.view(torch.int32) + (noise << 4)).view(torch.float32)  # 20 bits are dropped
+                magnitude = torch.where(log_k[..., None] < 0, self._code_below(y, normal, uniform(noise)), magnitude)
+            magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
         if self.signed:
             magnitude |= x.signbit().to(torch.int32) << (self.bits - 1)
         integer = torch.uint8 if self.bits == 8 else torch.int16

@@ -74,40 +74,49 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
     """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
     for name in ("lr", "weight_decay", "eps"):
         if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
-            raise OptionError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.")
+            raise OptionError(
+                f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.",
+                code="optim.not-negative",
+            )
     if type(group["seed"]) is not int:
-        raise OptionError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.")
+        raise OptionError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.", code="optim.seed")
     for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
         if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise OptionError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
+            raise OptionError(
+                f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.", code="optim.betas"
+            )
     if "betas" in group and len(group["betas"]) != 2:
-        raise OptionError(f"{kind}: betas = {group['betas']}: must be two numbers.")
+        raise OptionError(f"{kind}: betas = {group['betas']}: must be two numbers.", code="optim.betas-pair")
     if "momentum" in group and group.get("nesterov") and not group["momentum"]:
         raise OptionError(
-            f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."
+            f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out.",
+            code="optim.nesterov",
         )
     states.refuse(kind, group["states"], len(rule.moments))
     if group["master"] not in list(masters.KINDS):  # by equality: a group may name what has no hash
         given = [str(each) for each in masters.KINDS if each is not None]
         near = closest(str(group["master"]), given) or ", ".join(map(repr, given))
-        raise OptionError(f"{kind}: no master {group['master']!r}. Closest: {near}.")
+        raise OptionError(f"{kind}: no master {group['master']!r}. Closest: {near}.", code="optim.master")
     _check_embeddings(kind, group["embeddings"])
     for name in group:
         if name in known or name in _ADDED_BY_TORCH:
             continue
         if reason := refuse_word(name, group[name]):
-            raise OptionError(f"{kind}: a group has {name} = {group[name]!r}, {reason}")
+            raise OptionError(f"{kind}: a group has {name} = {group[name]!r}, {reason}", code="optim.group-value")
         if name in _OF_RULES:
             raise OptionError(
-                f"{kind}: a group has {name!r}, which its rule does not know. Leave it out, or give a rule."
+                f"{kind}: a group has {name!r}, which its rule does not know. Leave it out, or give a rule.",
+                code="optim.rule-option",
             )
         if found := difflib.get_close_matches(str(name), known, 1, 0.8):
-            raise OptionError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
+            raise OptionError(
+                f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.", code="optim.unknown-option"
+            )
 
 
 def _check_embeddings(kind: str, embeddings: object) -> None:
     if embeddings not in ("fp32", "same"):
-        raise OptionError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")
+        raise OptionError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.", code="optim.embeddings")
 
 
 @cache

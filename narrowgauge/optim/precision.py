@@ -86,7 +86,7 @@ def get(name: str) -> Precision:
     """The precision called `name`. Raises ConfigError with the closest names."""
     if name not in PRECISIONS:
         near = closest(name, PRECISIONS) or ", ".join(PRECISIONS)
-        raise ConfigError(f"precision.get: no precision {name!r}. Closest: {near}.")
+        raise ConfigError(f"precision.get: no precision {name!r}. Closest: {near}.", code="precision.unknown")
     return PRECISIONS[name]
 
 

@@ -236,5 +236,8 @@ def get(name: str, known: Mapping[str, Rule]) -> Rule:
     rules = {**BUILT_IN, **known}
     if name not in list(rules):  # by equality: a group may name what has no hash
         near = closest(str(name), rules) or ", ".join(map(repr, rules))
-        raise OptionError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
+        raise OptionError(
+            f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.",
+            code="optim.rule",
+        )
     return rules[name]

@@ -49,7 +49,8 @@ class StateBytes:
         if parameter not in self._by_parameter:
             raise ConfigError(
                 f"state_bytes: the optimizer holds no parameter of {list(parameter.shape)} that is this one. "
-                "Build it from all parameters, before any are frozen."
+                "Build it from all parameters, before any are frozen.",
+                code="state-bytes.parameter",
             )
         return self._by_parameter[parameter]
 
@@ -85,7 +86,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     optimizer without a state nothing is known, and its bytes are 0.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.")
+        raise ConfigError(
+            f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.", code="state-bytes.optimizer"
+        )
     if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):  # of ZeRO the part of this rank
         optimizer = local_one
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}

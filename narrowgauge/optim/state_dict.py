@@ -36,7 +36,7 @@ def refuse_state(
         if shards.sum_over_mesh(bad, sharded) > 0:
             reason = reason or f"{kind}: another rank refused its part of the saved state, and says why."
     if reason:
-        raise CheckpointError(reason)
+        raise CheckpointError(reason, code="optim.state")
 
 
 def _reasons(
@@ -115,7 +115,7 @@ def upgraded(
                 found["step"] = torch.tensor(float(step), dtype=torch.float32)
             if parameter.ndim < 2 and "master_scale" in found and not shards.is_sharded(found["master"]):
                 found["master"] = masters.decode_vector(found["master"], found.pop("master_scale"))
-            state[place] = former.converted(found, saved.get("states"), rule) if is_former else found
+            state[place] = former.converted(found, saved, rule) if is_former else found
         groups.append({**saved, "form": moments.FORM} if is_former else saved)
     return {**state_dict, "state": state, "param_groups": groups}
 

@@ -79,7 +79,8 @@ class InBackward:
             if stepping is None:
                 raise ConfigError(
                     f"in_backward: the optimizer that steps this parameter of {list(parameter.shape)} is gone, nothing held it. Keep it, "
-                    "or what in_backward returned, for as long as the model trains."
+                    "or what in_backward returned, for as long as the model trains.",
+                    code="in-backward.no-optimizer",
                 )
             stepping._came(place, order, number, parameter)
 
@@ -114,7 +115,8 @@ class InBackward:
         if self.takes_two_passes and self._pass == "none":
             raise ConfigError(
                 'in_backward: clip = "two-pass": a backward pass outside optimizer.step(closure), which is to run it twice. Call '
-                "optimizer.step(closure) with a function that computes the loss, calls backward() and returns the loss."
+                "optimizer.step(closure) with a function that computes the loss, calls backward() and returns the loss.",
+                code="in-backward.two-pass",
             )
         if self._pass == "steps":
             self._refuse_second(order in self._stepped, parameter)
@@ -149,7 +151,8 @@ class InBackward:
         if is_second:
             raise ConfigError(
                 f"in_backward: another gradient of a parameter of {list(parameter.shape)} after the {self.accumulation} of its step. Call "
-                "optimizer.step() after each step's last backward pass, or give the passes of a step as accumulation."
+                "optimizer.step() after each step's last backward pass, or give the passes of a step as accumulation.",
+                code="in-backward.too-many",
             )
 
     def run(self, closure: Callable[[], Any]) -> Any:
@@ -270,51 +273,66 @@ def in_backward(
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(
             f"in_backward: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
-            'states="fp32" is torch\'s AdamW.'
+            'states="fp32" is torch\'s AdamW.',
+            code="in-backward.optimizer",
         )
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(
-            f"in_backward: accumulation = {accumulation!r}: it is the backward passes of a step, at least 1."
+            f"in_backward: accumulation = {accumulation!r}: it is the backward passes of a step, at least 1.",
+            code="in-backward.accumulation",
         )
     if optimizer.holding is not None:
         raise ConfigError(
             f"in_backward: this {type(optimizer).__name__} holds gradients in FP8 until its step. Call remove() on what hold_gradients "
-            "returned, or step after backward."
+            "returned, or step after backward.",
+            code="in-backward.holds-gradients",
         )
     clip, largest = _clip_of(clip_norm, clip, clip_parameter_norm)
     if optimizer.stepping is not None:
         raise ConfigError(
-            f"in_backward: this {type(optimizer).__name__} steps in backward already. Call remove() on what the first call returned."
+            f"in_backward: this {type(optimizer).__name__} steps in backward already. Call remove() on what the first call returned.",
+            code="in-backward.twice",
         )
     stepping = InBackward(optimizer, clip, largest, knows_norm, accumulation)
     for place in range(len(optimizer.param_groups)):
         stepping.hook_group(place)
     if not stepping._handles:
-        raise ConfigError("in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.")
+        raise ConfigError(
+            "in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.", code="in-backward.nothing"
+        )
     optimizer.stepping = stepping
     return stepping
 
 
 def _clip_of(norm: float | None, clip: Clip | None, parameter_norm: float | None) -> tuple[Clip | None, float]:
     if clip is not None and clip not in get_args(Clip):
-        raise ConfigError(f"in_backward: clip = {clip!r}; it is one of {', '.join(map(repr, get_args(Clip)))}.")
+        raise ConfigError(
+            f"in_backward: clip = {clip!r}; it is one of {', '.join(map(repr, get_args(Clip)))}.",
+            code="in-backward.clip",
+        )
     if parameter_norm is not None:
         if norm is not None or clip not in (None, "parameter"):
             raise ConfigError(
                 f"in_backward: clip_parameter_norm = {parameter_norm} beside clip_norm = {norm} and clip = {clip!r}. Give one of the two "
-                "norms."
+                "norms.",
+                code="in-backward.two-norms",
             )
         norm, clip = parameter_norm, "parameter"
     if norm is None and clip is not None:
         raise ConfigError(
-            f"in_backward: clip = {clip!r} without clip_norm, the largest norm. Give it, as clip_norm=1.0."
+            f"in_backward: clip = {clip!r} without clip_norm, the largest norm. Give it, as clip_norm=1.0.",
+            code="in-backward.no-norm",
         )
     if norm is not None and not (isinstance(norm, int | float) and norm > 0):
-        raise ConfigError(f"in_backward: clip_norm = {norm!r}: must be above 0. Leave it out for no clipping.")
+        raise ConfigError(
+            f"in_backward: clip_norm = {norm!r}: must be above 0. Leave it out for no clipping.",
+            code="in-backward.norm",
+        )
     if norm is not None and clip is None:
         raise ConfigError(
             f"in_backward: clip_norm = {norm}: the norm of the whole gradient is known only after the last layer has "
             'stepped. Choose clip="previous" (by the norm of the step before), clip="two-pass" (a forward and backward pass more), or '
-            'clip="parameter" (each by its own norm), or step after backward.'
+            'clip="parameter" (each by its own norm), or step after backward.',
+            code="in-backward.whole-norm",
         )
     return clip, 0.0 if norm is None else norm

@@ -44,14 +44,16 @@ def zero(
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ConfigError(
             "zero: there is no process group whose ranks could share the tensors. Call torch.distributed.init_process_group first, under "
-            f"torchrun; in one process take {getattr(optimizer, '__name__', optimizer)} itself."
+            f"torchrun; in one process take {getattr(optimizer, '__name__', optimizer)} itself.",
+            code="zero.no-group",
         )
     from narrowgauge.optim.zero_optimizer import ZeroOptimizer
 
     plain, names = _groups_and_names(model, options)
     if not issubclass(optimizer, NarrowOptimizer):
         raise ConfigError(
-            f"zero: {optimizer!r} is none of narrowgauge.optim. Give torch's own to ZeroRedundancyOptimizer itself."
+            f"zero: {optimizer!r} is none of narrowgauge.optim. Give torch's own to ZeroRedundancyOptimizer itself.",
+            code="zero.optimizer",
         )
     return ZeroOptimizer(plain, names, optimizer, process_group, options)
 
@@ -85,7 +87,7 @@ def zero_balance(
 ) -> ZeroBalance:
     """How even `zero` will be on `world` ranks. Needs neither ranks nor memory: a model on the device "meta" will do."""
     if type(world) is not int or world < 1:
-        raise ConfigError(f"zero_balance: world = {world!r}: must be a number of ranks, at least 1.")
+        raise ConfigError(f"zero_balance: world = {world!r}: must be a number of ranks, at least 1.", code="zero.world")
     plain, _ = _groups_and_names(model, options)
     sizes = state_bytes(optimizer(plain, **options))
     counts, found = [0] * world, [0] * world
@@ -109,16 +111,21 @@ def _groups_and_names(model: Any, options: Mapping[str, Any]) -> tuple[list[dict
         if not named or not all(isinstance(each, tuple) for each in named):
             raise ConfigError(
                 "zero: parameters have no names, by which every rank draws the noise of one process. Pass the model, or groups of "
-                "model.named_parameters()."
+                "model.named_parameters().",
+                code="zero.no-names",
             )
         for name, parameter in named:
             if shards.is_sharded(parameter):
                 raise ConfigError(
                     f"zero: {name} is a DTensor, whose states are sharded already. Build narrowgauge.optim.AdamW, Lion or SGD of the model "
-                    "itself."
+                    "itself.",
+                    code="zero.dtensor",
                 )
         names |= {parameter: name for name, parameter in named}
         plain.append({**group, "params": [parameter for _, parameter in named]})
     if not plain:
-        raise ConfigError("zero: no parameter requires a gradient. Unfreeze a layer, or pass the model that trains.")
+        raise ConfigError(
+            "zero: no parameter requires a gradient. Unfreeze a layer, or pass the model that trains.",
+            code="zero.nothing-trains",
+        )
     return plain, names

@@ -55,7 +55,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
             reason = str(error)
         if refused := self._refused_by(reason):
             raise CheckpointError(
-                reason or f"zero: rank {refused[0]} refused its part of the saved state, and says why."
+                reason or f"zero: rank {refused[0]} refused its part of the saved state, and says why.",
+                code="zero.refused-part",
             )
         self.optim.load_state_dict(local)
         for own, group in zip(self.optim.param_groups, self.param_groups, strict=True):
@@ -68,7 +69,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         if [len(group["params"]) for group in saved_groups] != sizes or "state" not in state_dict:
             raise CheckpointError(
                 f"zero: the saved state has groups of {[len(group['params']) for group in saved_groups]} parameters, this optimizer "
-                f"{sizes}. Pass what state_dict() returned after consolidate_state_dict(), of the same model."
+                f"{sizes}. Pass what state_dict() returned after consolidate_state_dict(), of the same model.",
+                code="zero.groups",
             )
         state, groups, number = {}, [], 0
         for own, group, saved in zip(self.optim.param_groups, self.param_groups, saved_groups, strict=True):

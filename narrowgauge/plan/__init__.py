@@ -1,11 +1,15 @@
-"""What a run needs before it runs: memory, counted allocation by allocation under fake tensors on any machine, for any card.
+"""Memory planner: predict the memory of a training step on any card.
 
-    print(ng.plan(make_model, loss, optimizer, batch, card="h100"))     a training step given as functions (functions.py)
+The step is traced under fake tensors, on any machine.
 
-The module itself is that function, so that `import narrowgauge.ops.timing.cards` and `ng.plan(...)` go together. Below it:
+    print(ng.plan(make_model, loss, optimizer, batch, card="h100"))     # see functions.py
 
-step  a function that builds a `Step`: model, loss, update          count(step, device)   two optimizer steps of it
-replay(trace)                                                       what torch's caching allocator reserves for them
+The module itself is callable as that function, so that `import narrowgauge.ops.timing.cards` and
+`ng.plan(...)` work together. The lower level:
+
+    count(step, device)   trace two optimizer steps; `step` is a function that builds a `Step`:
+                          model, loss, update
+    replay(trace)         replay torch's caching allocator, for the memory that it reserves
 """
 
 import sys
@@ -27,4 +31,5 @@ class _Callable(ModuleType):
         return plan(*given, **named)
 
 
+# A function named `plan` in the package would be replaced by this submodule at its first import.
 sys.modules[__name__].__class__ = _Callable

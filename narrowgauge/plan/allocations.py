@@ -1,4 +1,7 @@
-"""What a step really allocates, to compare a count with: on a GPU by torch's statistics, on a CPU by the events of its allocator."""
+"""Measure the memory that a step really allocates, to compare it with a plan.
+
+A GPU reports torch's statistics; on a CPU the events of the allocator are summed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def run_step(step: Step) -> None:
 
 
 def most_allocated(step: Step, device: torch.device) -> int:
-    """The most bytes that are alive in the second of two steps; on a CPU as asked for, on a GPU as its allocator rounds them."""
+    """Return the largest number of bytes that are alive in the second of two steps.
+
+    On a CPU these are the requested sizes, on a GPU the sizes after the allocator's rounding.
+    """
     if device.type != "cuda":
         return _by_events(step)
     run_step(step)
@@ -37,6 +43,7 @@ def most_allocated(step: Step, device: torch.device) -> int:
 
 def _by_events(step: Step) -> int:
     leaves = (each for each in tree_leaves(step.batch) if isinstance(each, Tensor))
+    # Tensors that exist before the profiler starts have no events.
     held = [*step.model.parameters(), *step.model.buffers(), *leaves]
     total = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
     begins, events = _twice(lambda: run_step(step))
@@ -48,10 +55,13 @@ def _by_events(step: Step) -> int:
 
 
 def _twice(once: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
-    """(when the second begins, (when, bytes; below 0 if they are freed))."""
+    """Run `once` twice under the profiler.
+
+    Returns (start of the second run in ns, events (time in ns, bytes)); freed bytes are negative.
+    """
     gc.collect()
     was_on = gc.isenabled()
-    gc.disable()  # it frees what a step has left behind, at any time
+    gc.disable()  # a collection would free tensors of an earlier step at a random time
     try:
         with _kineto_silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             once()
@@ -67,9 +77,12 @@ def _twice(once: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
 
 @contextmanager
 def _kineto_silent() -> Iterator[None]:
-    """torch's profiler writes "USDT: ... profiler_start" to stderr (2.13); it reads how much it may say when it first starts."""
+    """Silence the message "USDT: ... profiler_start" that torch's profiler writes to stderr (2.13).
+
+    Kineto reads its log level when it first starts.
+    """
     name = "KINETO_LOG_LEVEL"
-    if name in os.environ:  # the user's own wish
+    if name in os.environ:  # keep the user's setting
         yield
         return
     os.environ[name] = "99"

@@ -1,11 +1,13 @@
-"""torch's caching allocator for GPUs, replayed: what a step reserves for what it allocates.
+"""Simulation of torch's caching allocator for GPUs, which predicts reserved memory.
 
-A request is rounded up to 512 bytes. Up to 1 MiB it is served from segments of 2 MiB, below 10 MiB from segments of 20 MiB, above from
-a segment of its own size rounded up to 2 MiB. The smallest free block that suffices is taken, and split where what remains is worth it:
-512 bytes of a small segment, above 1 MiB of a large one. Freed neighbours join. Where the device is full, segments without a block in
-use are given back first. (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13; one stream, no limits on splitting.)
+A request is rounded up to 512 bytes. Requests up to 1 MiB are served from segments of 2 MiB, and
+requests below 10 MiB from segments of 20 MiB. A larger request gets a segment of its own size,
+rounded up to 2 MiB. The allocator takes the smallest free block that suffices. It splits the block
+if the remainder is at least 512 bytes in a small segment, or more than 1 MiB in a large one. Freed
+neighbours are merged. If the device is full, segments without a used block are released first.
+(c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13; one stream, no limits on splitting.)
 
-With expandable segments a pool is one range of addresses, mapped in pages of 2 and 20 MiB as it grows.
+With expandable segments, a pool is one range of addresses that grows by pages of 2 or 20 MiB.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from collections.abc import Iterable
 from narrowgauge.plan.trace import Trace
 
 ROUNDING = 512
-SMALL = 2**20  # largest request of the pool of small segments
+SMALL = 2**20  # largest request in the pool of small segments
 SMALL_SEGMENT, LARGE_SEGMENT, SEGMENT_ROUNDING = 2 * 2**20, 20 * 2**20, 2 * 2**20
-LARGE = 10 * 2**20  # smallest request that gets a segment of its own
+LARGE = 10 * 2**20  # smallest request with a segment of its own
 
 
 class _Block:
-    """Bytes start ... start + size of a segment, between its neighbours."""
+    """Bytes start ... start + size of a segment, with links to the neighbouring blocks."""
 
     __slots__ = ("before", "behind", "free", "segment", "size", "start")
 
@@ -33,21 +35,26 @@ class _Block:
 
 
 class OutOfMemory(Exception):
-    """What is asked for does not fit, whatever is given back."""
+    """A request does not fit, even after all free segments are released."""
 
 
 class CachingAllocator:
-    """capacity  bytes of the device; None: as many as are asked for. expandable: as PYTORCH_ALLOC_CONF=expandable_segments:True."""
+    """Simulated allocator.
+
+    capacity    bytes of the device; None: unlimited
+    expandable  True: as with PYTORCH_ALLOC_CONF=expandable_segments:True
+    """
 
     def __init__(self, capacity: int | None = None, expandable: bool = False) -> None:
         self.capacity, self.expandable = capacity, expandable
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._segments = 0
-        self._blocks: dict[int, _Block] = {}  # by the number of the allocation
+        self._blocks: dict[int, _Block] = {}  # by number of the allocation
         # (size, segment, start) of free blocks
         self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         self._places: dict[tuple[int, int], _Block] = {}
-        self._ends: dict[bool, _Block | None] = {True: None, False: None}  # the last block of an expandable range
+        # Last block of each expandable range.
+        self._ends: dict[bool, _Block | None] = {True: None, False: None}
 
     def allocate(self, number: int, nbytes: int) -> None:
         if nbytes == 0:
@@ -67,7 +74,7 @@ class CachingAllocator:
 
     def free(self, number: int) -> None:
         block = self._blocks.pop(number, None)
-        if block is None:  # of no bytes
+        if block is None:  # the allocation had no bytes
             return
         self.allocated -= block.size
         small = self._is_small(block)
@@ -79,12 +86,17 @@ class CachingAllocator:
         self._keep(block, small)
 
     def _is_small(self, block: _Block) -> bool:
+        # Segments of the small pool have negative numbers, so that a block's pool needs no field.
         return block.segment < 0
 
     def _find(self, size: int, small: bool) -> _Block | None:
-        """The smallest free block; what lies at the end of an expandable range, which can become as large as one likes, comes last."""
+        """Return the smallest free block that suffices, or None.
+
+        The block at the end of an expandable range comes last, because it can grow to any size.
+        """
         keys, end = self._free[small], self._ends[small]
         found = None
+        # Sorted by size and position, like the C++ allocator's set of free blocks.
         for key in keys[bisect_left(keys, (size, -(2**62), 0)) :]:
             found = self._places[key[1], key[2]]
             if found is not end:
@@ -106,7 +118,7 @@ class CachingAllocator:
         return block
 
     def _grown(self, size: int, small: bool) -> _Block:
-        """The range with as many more pages as the request needs behind what is free at its end."""
+        """Extend the range by the pages that the request needs beyond the free block at its end."""
         page = SMALL_SEGMENT if small else LARGE_SEGMENT
 
         def missing() -> int:
@@ -115,7 +127,8 @@ class CachingAllocator:
             return -(-(size - there) // page) * page
 
         self._make_room(missing())
-        length, last = missing(), self._ends[small]  # the end of the range may have been given back
+        # Evaluated again: the end of the range may have been released.
+        length, last = missing(), self._ends[small]
         self._reserve(length)
         if last is None:
             block = _Block(-1 if small else 1, 0, length)
@@ -142,7 +155,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back(self) -> None:
-        """Segments without a block in use; of an expandable range, what is free at its end."""
+        """Release unused segments, and the free pages at the end of an expandable range."""
         for small, keys in self._free.items():
             for key in list(keys):
                 block = self._places[key[1], key[2]]
@@ -193,7 +206,10 @@ class CachingAllocator:
 
 
 def replay(trace: Trace, capacity: int | None = None, expandable: bool = False) -> CachingAllocator:
-    """The allocator after all events of the trace. Raises OutOfMemory where they do not fit into `capacity` bytes."""
+    """Return the allocator after all events of the trace.
+
+    Raises OutOfMemory if they do not fit into `capacity` bytes.
+    """
     allocator = CachingAllocator(capacity, expandable)
     run(allocator, trace, trace.events)
     return allocator

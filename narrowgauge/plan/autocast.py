@@ -1,8 +1,10 @@
-"""What torch's autocast does on a device and not with fake tensors, which are on a CPU.
+"""Emulate the device's autocast for fake tensors, which are on the CPU.
 
-On a GPU these functions read their input in float32. Attention reads 16 bits everywhere, but not the kernel that it is sent to here.
+On a GPU, autocast converts the inputs of the functions below to float32. Attention runs in 16 bits
+on every device, but the kernel that replaces it here is not known to autocast.
 
-(ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch 2.11 to 2.13, as far as models call them.)
+Source: ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch 2.11 to 2.13,
+as far as models use them.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ WITH_DTYPE: frozenset[Callable[..., Any]] = frozenset(
 def widened(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call as a GPU's autocast hands them on; as they are while autocast is off."""
+    """Return the arguments of a call as a GPU's autocast converts them.
+
+    They are unchanged if autocast is off.
+    """
     if not torch.is_autocast_enabled("cpu"):
         return args, kwargs
+    # A dtype argument overrides autocast for the functions of the second list.
     if func in IN_FLOAT32 or (func in WITH_DTYPE and kwargs.get("dtype") is None):
         with torch.autocast("cpu", enabled=False):
             args, kwargs = tree_map(_wide, (args, kwargs))
@@ -45,7 +51,7 @@ def widened(
 
 
 def narrowed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an attention as autocast hands them on."""
+    """Return the arguments of an attention as autocast converts them."""
     if not torch.is_autocast_enabled("cpu"):
         return args, kwargs
     dtype = torch.get_autocast_dtype("cpu")

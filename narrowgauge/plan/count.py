@@ -1,13 +1,21 @@
-"""Two optimizer steps of a model, counted: what is alive at each moment, by part and by phase.
+"""Trace the live memory in two optimizer steps of a model, by part and by phase.
 
-The first step has no moments and no casts of weights yet; the second is what every later one is like. Phases of a step:
+The first step has no optimizer states and no cached casts of weights yet; every later step is like
+the second. Phases of a step:
 
-    forward, forward K, forward K end, head      before the blocks, the block number K, what follows it, what follows the last one
-    backward, backward K                         of the head, and from the gradient of a block's output on
-    step                                         clipping, the optimizer, `advance`
+    forward, forward K     before the blocks, in block K
+    forward K end, head    after block K, after the last block
+    backward, backward K   of the head, from the gradient of block K's output on
+    step                   clipping, the optimizer, `advance`
 
-Parts of what is alive: weights, gradients, states (the optimizer's), codes (casts of weights that are kept), saved (made in a forward
-pass and alive at its end, for backward), head (that, behind the last block: logits and what the loss keeps), batch, and transient.
+Parts of the memory:
+
+    weights, gradients, batch
+    states     optimizer states
+    codes      cached casts of weights
+    saved      allocated in a forward pass and alive at its end, for backward
+    head       the same behind the last block: logits, and tensors that the loss saves
+    transient  everything else
 """
 
 from __future__ import annotations
@@ -33,13 +41,14 @@ PARTS = ("weights", "codes", "gradients", "states", "saved", "head", "batch", "t
 
 @dataclass
 class Step:
-    """A run, as far as memory is concerned; all of it is made under fake tensors.
+    """A training step as the planner needs it; everything is created under fake tensors.
 
-    model      the converted model in training mode
-    loss       the loss of one micro-batch, a tensor
-    update     clips, steps, clears gradients, calls `advance`
-    states     the optimizer's tensors
-    batch      the micro-batch
+    model          the converted model in training mode
+    loss           returns the loss of one micro-batch, a tensor
+    update         clips, steps, clears gradients, calls `advance`
+    states         returns the optimizer's tensors
+    batch          the micro-batch
+    micro_batches  micro-batches of a step
     """
 
     model: nn.Module
@@ -52,14 +61,15 @@ class Step:
 
 @dataclass
 class Count:
-    """What was counted.
+    """Trace of two steps.
 
-    trace   of the building and of two steps
-    blocks  how many the model has
-    second  where the second step begins in trace.events
-    head_weights  bytes of the weight of an output head that is its own
-    differing  why its blocks do not repeat each other, a clause, or ''
-    notes      sentences without a full stop on what was counted in another type
+    trace         allocations of building the model and of two steps
+    blocks        number of blocks of the model
+    second        index of the second step's first event in trace.events
+    head_weights  bytes of the output head's weight, if no other module shares it
+    differing     clause that says why the blocks do not repeat each other, or ''
+    notes         sentences without a full stop on modules that the recipe does not convert, with
+                  the dtype in which they were traced
     """
 
     trace: Trace
@@ -70,13 +80,17 @@ class Count:
     notes: tuple[str, ...] = ()
 
     def peak(self, start: int = 0) -> tuple[int, dict[str, int]]:
-        """(bytes, by part) at the largest moment from event `start` on; bytes as asked for, not as an allocator rounds them."""
+        """Return (bytes, bytes by part) at the largest moment from event `start` on.
+
+        Bytes are the requested sizes, without an allocator's rounding.
+        """
         alive: dict[int, int] = {}
         most, total, place = 0, 0, 0
         for at, (_, change) in enumerate(self._changes()):
             total += change
             if at >= start and total > most:
                 most, place = total, at
+        # A second pass, because a dictionary of live allocations at every event would be slow.
         for event, change in list(self._changes())[: place + 1]:
             if change > 0:
                 alive[event] = change
@@ -93,7 +107,7 @@ class Count:
             yield event, allocations[event].nbytes if event >= 0 else -allocations[~event].nbytes
 
     def peaks_by_phase(self) -> list[tuple[str, int, int]]:
-        """(phase, the most that was alive in it, what was alive at its end), in order."""
+        """Return (phase, largest number of bytes alive in it, bytes alive at its end) in order."""
         found, total = [], 0
         allocations = self.trace.allocations
         for name, events in self.trace.by_phase():
@@ -106,7 +120,10 @@ class Count:
 
 
 def count(build: Callable[[], Step], device: Device) -> Count:
-    """Two steps of what `build` makes, on a device of which only the facts are needed. `build` runs under fake tensors."""
+    """Trace two steps of the model that `build` creates, for a device that need not be present.
+
+    `build` runs under fake tensors.
+    """
     with recording(device) as recorder:
         step = build()
         trace, model = recorder.trace, step.model
@@ -121,7 +138,7 @@ def count(build: Callable[[], Step], device: Device) -> Count:
 
 
 def _of_experts(model: nn.Module) -> Iterator[str]:
-    """A sentence on fused experts, which no recipe converts, and autocast does not touch."""
+    """Yield a note on fused experts, which no recipe converts, and autocast does not cast."""
     types: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         for weight, shape, _ in other_weights(name, module):
@@ -160,6 +177,7 @@ def _one_step(step: Step, recorder: Recorder) -> None:
         _name_saved(trace, before, recorder)
         recorder.begin("backward")
         loss.backward()
+        # As in `allocations.run_step`, which holds no reference to the loss during the next phase.
         del loss
         recorder.name("gradients", (parameter.grad for parameter in step.model.parameters()))
     recorder.begin("step")
@@ -177,17 +195,18 @@ def _name_saved(trace: Trace, before: int, recorder: Recorder) -> None:
 
 
 def _name_codes(model: nn.Module, recorder: Recorder) -> None:
-    """The casts of weights that its layers keep from call to call; a weight that a product takes as it is stays one."""
+    """Label the casts of weights that the layers cache."""
     layers = [module for module in model.modules() if isinstance(module, QLinear)]
     recorder.name("codes", (each for layer in layers for casts in layer.kept_casts() for each in casts.tensors()))
+    # A GEMM may take a weight without a cast (nvfp4's last blocks): relabel it as a weight.
     recorder.name("weights", model.parameters())
 
 
 def _mark_blocks(model: nn.Module, recorder: Recorder) -> int:
-    """Has the recorder begin a phase with every block, forward and backward."""
+    """Begin a phase at every block, forward and backward. Returns the number of blocks."""
     try:
         blocks = list(find_blocks(model, verb="plan").values())
-    except ConfigError:  # one that is no stack is one phase
+    except ConfigError:  # a model without a stack of blocks is one phase
         return 0
     last = len(blocks) - 1
 
@@ -200,6 +219,8 @@ def _mark_blocks(model: nn.Module, recorder: Recorder) -> int:
             if recorder.is_forward:
                 recorder.begin("head" if number == last else f"forward {number} end", is_forward=True)
                 tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+                # Hooks on the first output suffice: its gradient arrives when the backward pass of
+                # the block begins.
                 for each in tensors[:1]:
                     each.register_hook(lambda gradient: recorder.begin(f"backward {number}"))
 

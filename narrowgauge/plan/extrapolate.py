@@ -1,11 +1,15 @@
-"""The moments of a deep model from those of two shallow ones that are alike in everything else.
+"""Extrapolate the moments of a deep model from two shallow models with the same blocks.
 
-What is alive in a phase grows by the same amount with each block between the first two and the last two:
+Between the first two and the last two blocks, the memory of a phase grows by the same amount with
+each block:
 
-    phase(n) = phase(3) + (n - 3) (phase(4) - phase(3))        forward, head, backward, step; the first two blocks; the last two
+    phase(n) = phase(3) + (n - 3) (phase(4) - phase(3))
 
-and the peak of the whole is the largest of them. The peak itself would not do: it moves from the head to the optimizer's step as a
-model gets deeper (-27 % in one case). From 2 and 3 layers the first block and the last would be neighbours (-2.7 %).
+The phases are forward, head, backward and step, the first two blocks and the last two.
+
+The peak of the deep model is the largest phase. Extrapolating the peak itself fails: it moves from
+the head to the optimizer's step as a model gets deeper (-27 % in one case). With 2 and 3 layers the
+first and the last block would be neighbours (-2.7 %).
 """
 
 from __future__ import annotations
@@ -16,16 +20,21 @@ from dataclasses import replace
 
 from narrowgauge.plan.moments import Moment, in_order
 
-FEW, MORE = 3, 4  # layers that are counted
+FEW, MORE = 3, 4  # layers of the traced models
 _OF_BLOCK = re.compile(r"(forward|backward) (\d+)( end)?")
-# The phase with # for its block; its stack; the block in it from the start (0, 1) or, below 0, from the end (-1, -2).
+# (phase with # in place of the block number; stack; position of the block in it: from the start 0,
+# 1, from the end -1, -2).
 Place = tuple[str, int, int]
 
 
 def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Moment]:
-    """The moments of a model of `layers` blocks in each stack, of which `few` and `more` have FEW and MORE.
+    """Return the moments of a model with `layers` blocks in each stack.
 
-    Those of blocks in the middle lie on the line between their neighbours'. ValueError if the two have other phases.
+    few   moments of a model with FEW blocks
+    more  moments of a model with MORE blocks
+
+    Blocks in the middle are interpolated between their neighbours. Raises ValueError if the two
+    models have different phases.
     """
     found = []
     for (_, first), (_, second) in zip(in_order(few), in_order(more), strict=True):
@@ -38,7 +47,10 @@ def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Mom
 
 
 def by_place(found: Iterable[Moment], layers: int) -> dict[Place, Moment]:
-    """The moments of one micro-batch; block 1 of 3 is the second from either side."""
+    """Return the moments of one micro-batch by place.
+
+    A block may have two places: block 1 of 3 is the second from both ends.
+    """
     placed: dict[Place, Moment] = {}
     for each in found:
         name, number = _split(each.phase)
@@ -51,7 +63,7 @@ def by_place(found: Iterable[Moment], layers: int) -> dict[Place, Moment]:
 
 
 def _split(phase: str) -> tuple[str, int | None]:
-    """(the phase with # for its block, the block)."""
+    """Return (phase with # in place of the block number, block number)."""
     match = _OF_BLOCK.fullmatch(phase)
     return (phase, None) if match is None else (f"{match[1]} #{match[3] or ''}", int(match[2]))
 
@@ -61,14 +73,15 @@ def _on_line(few: Moment, more: Moment, layers: int) -> Moment:
 
 
 def _mixed(first: Moment, second: Moment, share: float) -> Moment:
-    """first + share (second - first), which may lie beyond both."""
+    """Return first + share (second - first), where share may be outside of 0 to 1."""
 
     def line(a: int, b: int) -> int:
         return max(0, round(a + share * (b - a)))
 
     alive = line(first.alive, second.alive)
     parts = {kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in first.parts | second.parts}
-    # Where the two are at their largest in different operations, a part of one of them may end below nothing: the largest pays for it.
+    # If the two models peak in different operations, a part may become negative and be clipped to
+    # zero. The largest part is then adjusted, so that the parts still sum to `alive`.
     if parts:
         largest = max(parts, key=parts.__getitem__)
         parts[largest] += alive - sum(parts.values())
@@ -82,8 +95,11 @@ def _mixed(first: Moment, second: Moment, share: float) -> Moment:
 
 
 def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]:
-    """(the phase with # for its block, the block) of a deep model, in the order of a shallow one; each run of blocks becomes longer."""
-    last = ("", -1, 0)  # of the run: what it is, its stack, the block
+    """Yield (phase with # in place of the block number, block) of a deep model.
+
+    The order is the one in a shallow model. Each run of blocks is extended to `layers` blocks.
+    """
+    last = ("", -1, 0)  # of the current run: direction, stack, block
     names: dict[str, None] = {}
 
     def run() -> Iterator[tuple[str, int]]:
@@ -92,7 +108,7 @@ def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]
         for number in numbers if way == "forward" else reversed(numbers):
             yield from ((name, number) for name in names if (name, number) not in skipped)
 
-    # The last block of all has no "end": what follows it is the head.
+    # The last block of the model has no "end" phase, because the head follows it.
     stacks = max((number // MORE for each in found if (number := _split(each.phase)[1]) is not None), default=0) + 1
     skipped = {("forward # end", stacks * layers - 1)}
     for each in found:

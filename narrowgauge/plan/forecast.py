@@ -1,8 +1,9 @@
-"""What a step needs, worked out: from the moments that were counted, all of them or those of a shallow model carried on.
+"""Predict the memory of a step from traces of the whole model or of shallow ones.
 
-Errors, as far as they are known (docs/planner.md): `alive` agrees with a CPU's own allocations within 0.1 %, and a deep model's with the
-full count within 0.1 %. A kernel's own workspaces are not counted: cuBLAS takes up to 32 MiB. `reserved` is the replay of torch's
-allocator where every layer was counted; else the gap of four layers is added to what is allocated, which was wrong by up to a tenth.
+Known errors (docs/planner.md): `alive` agrees with a CPU's real allocations within 0.1 %, and
+extrapolation with the full trace within 0.1 %. Workspaces of kernels are not traced: cuBLAS takes
+up to 32 MiB. `reserved` is the replay of torch's allocator if every layer was traced. Otherwise the
+gap between reserved and allocated bytes of four layers is added, which was wrong by up to a tenth.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
 from narrowgauge.plan.moments import Moment, moments
 from narrowgauge.plan.tally import Tally, deeper, tally
 
-# Of a number of layers in each stack, 0 for all that there are, what builds the step.
+# build(number of layers in each stack, or 0 for all) returns a function that builds the step.
 Builder = Callable[[int], Callable[[], Step]]
 ALLOCATED_ERROR, RESERVED_ERROR, ESTIMATED_ERROR = 0.002, 0.03, 0.10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Moments of two steps.
+    """Predicted memory of two steps.
 
-    counted         which layers, in words
-    reserved        bytes that the allocator takes from the device
-    reserved_error  share of them by which they may be wrong
-    on_gpu          whether the allocator is torch's for GPUs; a CPU's keeps nothing
-    block_weights   bytes of the weights of one block of each stack; 0: not known
-    head_weights    bytes of the weight of an output head that is its own
-    work            of the second step, of the micro-batches that are counted
+    moments          largest moment of each phase
+    counted          text: which layers were traced
+    reserved         bytes that the allocator takes from the device
+    reserved_error   relative error of reserved
+    on_gpu           True for torch's GPU allocator; a CPU's allocator caches nothing
+    notes            sentences without a full stop
+    allocated_error  relative error of allocated
+    block_weights    bytes of the weights of one block of each stack; 0: unknown
+    head_weights     bytes of the output head's weight, if no other module shares it
+    work             operations of the second step, for the traced micro-batches
     """
 
     moments: tuple[Moment, ...]
@@ -48,7 +52,7 @@ class Forecast:
 
     @property
     def top(self) -> Moment:
-        """The largest moment."""
+        """Moment with the most memory."""
         return max(self.moments, key=self._size)
 
     @property
@@ -59,11 +63,11 @@ class Forecast:
         return moment.allocated if self.on_gpu else moment.alive
 
     def parts(self) -> dict[str, int]:
-        """Of what is alive at the top."""
+        """Bytes at the top by part."""
         return by_part(self.top)
 
     def saved(self) -> dict[str, int]:
-        """What is saved for backward when a forward pass ends, by the module that made it, the largest first."""
+        """Bytes saved for backward by a forward pass, by module, in descending order."""
         head = next((each for each in reversed(self.moments) if each.phase in ("head", "forward")), self.top)
         kinds = {kind: nbytes for (part, kind), nbytes in head.parts.items() if part == "saved" and nbytes}
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))
@@ -93,12 +97,14 @@ class Forecast:
 
 
 def forecast(build: Builder, device: Device, layers: int, differing: str = "", full: bool = False) -> Forecast:
-    """Counts two steps: of shallow models, or of the whole one.
+    """Trace two steps, of shallow models or of the whole one.
 
-    layers     blocks in each stack; 0: not known
-    differing  why blocks are not alike, a clause, or ''
+    layers     blocks in each stack; 0: unknown
+    differing  clause that says why the blocks differ, or ''
+    full       True traces the whole model
     """
     on_gpu = device.type == "cuda"
+    # Up to 5 layers the whole model is cheaper to trace than models of 3 and 4 layers.
     if full or differing or layers <= MORE + 1:
         counted = count(build(0), device)
         found = moments(counted)
@@ -118,6 +124,8 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
         found = extrapolated(few, more, layers)
     except (ValueError, KeyError):
         return forecast(build, device, layers, "its layers do not take the same phases", full=True)
+    # Reserved bytes are not linear in the layers, because of fragmentation, so their gap is carried
+    # over.
     gap = more[-1].reserved - max(each.allocated for each in more)
     top = max(each.allocated for each in found)
     return Forecast(
@@ -129,7 +137,7 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
 
 
 def by_part(moment: Moment) -> dict[str, int]:
-    """Bytes of each part, whatever its kind."""
+    """Return the bytes of each part, summed over kinds."""
     found = dict.fromkeys(PARTS, 0)
     for (part, _), nbytes in moment.parts.items():
         found[part] += nbytes

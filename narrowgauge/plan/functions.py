@@ -1,4 +1,4 @@
-"""`narrowgauge.plan(...)`: what a training step of any model needs, given as functions."""
+"""`narrowgauge.plan(...)`: predict the memory of a training step given as functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from narrowgauge.plan.text import rendered
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer; `print` it."""
+    """Result of `narrowgauge.plan`; `print` it."""
 
     name: str
     forecast: Forecast
@@ -31,16 +31,16 @@ class Plan:
 
     @property
     def allocated(self) -> int:
-        """Bytes, the peak of two steps."""
+        """Peak of two steps in bytes."""
         return self.forecast.allocated
 
     @property
     def fits(self) -> bool | None:
-        """None where no card is named and none is here."""
+        """True if the step fits; None if no card is named and none is present."""
         return self.room.fits(self.forecast) if self.room.usable else None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON's types, as `narrowgauge plan --json` prints them."""
+        """Return the plan in JSON types, as `narrowgauge plan --json` prints it."""
         return {"run": self.name, **self.room.answer(self.forecast)}
 
     def __str__(self) -> str:
@@ -60,25 +60,35 @@ def plan(
     micro_batches: int = 1,
     full: bool = False,
 ) -> Plan:
-    """Two optimizer steps, counted under fake tensors: no GPU is needed, nothing is computed, and `model` stays as it is.
+    """Predict the memory of a training step by tracing two steps under fake tensors.
 
-    model          a module, or better a function that makes one, converted and in its dtype: no weight then takes any memory
-    loss           loss(model, batch), a tensor
-    optimizer      optimizer(model)
-    batch          tensors of a micro-batch's shapes, in any nesting; their values are not read
+    No GPU is needed, nothing is computed, and `model` stays unchanged.
+
+    model          a module, or better a function that makes one, converted and in its dtype: its
+                   weights then take no memory
+    loss           loss(model, batch) returns a tensor with one element
+    optimizer      optimizer(model) returns an optimizer
+    batch          tensors with a micro-batch's shapes, in any nesting; their values are not read
     update         update(model, optimizer); None: step, zero_grad and `narrowgauge.advance`
-    card, memory   a card of narrowgauge.ops.timing.cards ("h100"), and another size of its memory ("24GiB"); neither: the GPU that is here
-    layers         blocks of the model, if they are alike: `model` is then called with 3 and with 4 of them, in seconds for any depth
-    full           with layers: called with all of them instead
+    card           a card of narrowgauge.ops.timing.cards ("h100"); without card and memory, the GPU
+                   of this machine
+    memory         another memory size of the card ("24GiB")
+    layers         number of the model's blocks, if all are alike: `model` is then called with 3 and
+                   with 4. This takes seconds for any depth
+    micro_batches  micro-batches of a step
+    full           with layers: True calls `model` with the full number instead
 
-    Raises ConfigError for an unknown card, and for a model that looks at values (which module, and by what). Errors: docs/planner.md.
+    Raises ConfigError for an unknown card, and for a model whose control flow depends on values;
+    the message names the module and the operation. Errors of the prediction: docs/planner.md.
     """
     for argument, number, least in (("layers", layers, 0), ("micro_batches", micro_batches, 1)):
         if type(number) is not int or number < least:
-            raise ConfigError(f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.")
+            raise ConfigError(
+                f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.", code="plan.whole-number"
+            )
     for argument, words, example in (("card", card, "h100"), ("memory", memory, "24GiB")):
         if not isinstance(words, str):
-            raise ConfigError(f"plan: {argument} = {words!r}; it must be words such as {example!r}.")
+            raise ConfigError(f"plan: {argument} = {words!r}; it must be words such as {example!r}.", code="plan.words")
     made = _maker(model, layers)
     room = Room.of(card, memory)
 
@@ -86,6 +96,7 @@ def plan(
         def step() -> Step:
             built = made(depth or layers)
             own = optimizer(built)
+            # Created under the fake mode, so that the batch counts as allocated on the device.
             given = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, batch)
 
             def stepped() -> None:
@@ -108,40 +119,48 @@ def plan(
 
 
 def _one_number(loss: Any) -> Tensor:
-    """What the loss function returned; ConfigError for what backward() refuses."""
+    """Return the loss. Raises ConfigError for a loss that backward() would refuse."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise ConfigError(
-            f"plan: loss(model, batch) returned {found}, which has no backward(). Return a tensor of one number."
+            f"plan: loss(model, batch) returned {found}, which has no backward(). Return a tensor of one number.",
+            code="plan.loss-type",
         )
     if not loss.requires_grad:
         raise ConfigError(
-            "plan: the loss depends on nothing that requires a gradient. Unfreeze a part of the model, or compute the loss from its output."
+            "plan: the loss depends on nothing that requires a gradient. Unfreeze a part of the model, "
+            "or compute the loss from its output.",
+            code="plan.no-gradient",
         )
     return loss
 
 
 def _maker(model: nn.Module | Callable[..., nn.Module], layers: int) -> Callable[[int], nn.Module]:
     if not callable(model):
-        raise ConfigError(f"plan: model = {model!r}; it must be a module, or a function that makes one.")
+        raise ConfigError(
+            f"plan: model = {model!r}; it must be a module, or a function that makes one.", code="plan.model"
+        )
     if isinstance(model, nn.Module):
         if layers:
             raise ConfigError(
                 f"plan: layers = {layers}, but a {type(model).__name__} has the layers that it has. Pass a function of their number, "
-                f"which is called with {FEW} and {MORE}, or leave layers out."
+                f"which is called with {FEW} and {MORE}, or leave layers out.",
+                code="plan.layers",
             )
         return lambda depth: _without_numbers(model)
     if layers and not inspect.signature(model).parameters:
         raise ConfigError(
-            f"plan: layers = {layers}, but the function that makes the model takes no argument. Let it take the number of layers."
+            f"plan: layers = {layers}, but the function that makes the model takes no argument. Let it take the number of layers.",
+            code="plan.no-argument",
         )
     return (lambda depth: model(depth)) if layers else (lambda depth: model())
 
 
 def _without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors are made anew under the modes that are active."""
+    """Copy a model with tensors that are created under the active modes."""
     memo: dict[int, Any] = {}
     for each in model.parameters():
+        # deepcopy finds the new tensors in its memo, so it never reads the real ones.
         memo[id(each)] = nn.Parameter(torch.zeros_like(each), each.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros_like(buffer)

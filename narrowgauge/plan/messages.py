@@ -1,10 +1,10 @@
-"""How long messages between ranks take: an alpha-beta model of each collective.
+"""Duration of collectives between ranks: an alpha-beta model.
 
     seconds = a log2(N) + B (N - 1) / N / b        a collective of B bytes among N ranks
 
-a and b of a node (8 ranks), or of the network between nodes: of an H100 by NVLink, and of 400 Gbit/s per GPU between nodes [assumed, not
-measured]. What of it is hidden behind the device's work is not known beforehand: a step takes as long as the larger of the two at least,
-and as both together at most.
+a and b are constants of a node (8 ranks) or of the network between nodes: for an H100 with NVLink,
+and for 400 Gbit/s per GPU between nodes [assumed, not measured]. The overlap with computation is
+unknown in advance. A step takes at least the larger of the two times, and at most their sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Link:
-    """start: seconds of each doubling of the ranks; rate: bytes/s of a rank."""
+    """A connection.
+
+    start  seconds per doubling of the ranks
+    rate   bytes/s of a rank
+    """
 
     start: float
     rate: float
@@ -31,7 +35,7 @@ def link(ranks: int) -> Link:
 
 
 def collective(nbytes: float, ranks: int) -> float:
-    """Seconds to gather, or to reduce and scatter, so many bytes in all."""
+    """Return the seconds to all-gather, or to reduce-scatter, this many bytes in total."""
     if ranks < 2:
         return 0.0
     way = link(ranks)
@@ -48,15 +52,22 @@ def of_step(
     gathered: float = 1.0,
     reduced: float = 1.0,
 ) -> float:
-    """Seconds of the messages of one step.
+    """Return the seconds of all collectives of one step.
 
-    weights   bytes of all weights, whole; their gradients are as large
-    messages  into how many they are cut: blocks
-    copies    ranks of DistributedDataParallel, which reduce and gather gradients once a step
-    shards    ranks of fully_shard, which gather weights twice in each micro-batch and reduce gradients once
-    gathered, reduced  the share of the weights' bytes that travels where codes of weights are gathered and gradients are narrow
+    weights        bytes of all weights; their gradients have the same size
+    messages       number of collectives into which they are split: blocks
+    copies         ranks of DistributedDataParallel, which all-reduce gradients once per step
+    shards         ranks of fully_shard, which gather weights twice and reduce-scatter gradients
+                   once per micro-batch
+    micro_batches  micro-batches of a step
+    gathered       bytes that are gathered, relative to the weights' bytes; below 1 if codes of
+                   weights are gathered
+    reduced        bytes that are reduced, relative to the weights' bytes; below 1 for low-precision
+                   gradients
     """
     part = weights / messages
+    # An all-reduce is a reduce-scatter and an all-gather.
     whole = 2 * collective(reduced * weights / shards / messages, copies)
+    # fully_shard gathers weights for the forward and again for the backward pass.
     sharded = micro_batches * (2 * collective(gathered * part, shards) + collective(reduced * part, shards))
     return messages * (whole + sharded)

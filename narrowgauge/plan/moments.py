@@ -1,7 +1,7 @@
-"""The largest moment of each phase of a counted run: how much is alive there, by part and kind, and what the allocator holds for it.
+"""Largest moment of each phase of a traced run: memory by part and kind, and the allocator's state.
 
-A kind says who made what is saved for backward: the module, below its block (`mlp.act_fn`, `self_attn.q_proj`; "(block)" itself); of other
-parts it is "".
+The kind of a saved tensor is the module that allocated it, relative to its block: `mlp.act_fn`,
+`self_attn.q_proj`, or "(block)" for the block itself. All other parts have the kind "".
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ BELOW_BLOCK = re.compile(r"^.*?\.\d+(?:\.|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes where a phase is at its largest.
+    """Memory in bytes at the largest moment of a phase.
 
     step, micro_batch  from 1 on; the update belongs to the last micro-batch
-    alive, end         asked for and not yet freed: at most, and when the phase is over
-    allocated          the same as `alive`, as torch's allocator rounds it
-    reserved           what the allocator has taken from the device by the end of the phase
-    parts              of `alive`
-    module             at work there
+    phase              name of the phase
+    alive              requested and not yet freed, at the largest moment
+    end                requested and not yet freed, at the end of the phase
+    allocated          alive with the rounding of torch's allocator
+    reserved           bytes that the allocator has taken from the device by the end of the phase
+    parts              alive by (part, kind)
+    module             module that was running
     """
 
     step: int
@@ -42,18 +44,23 @@ class Moment:
 
 
 def moments(count: Count, expandable: bool = False) -> list[Moment]:
-    """Of both steps, in order; the allocator begins with what is alive when the first step begins."""
+    """Return the moments of both steps in order.
+
+    The simulated allocator begins with the tensors that are alive when the first step begins.
+    """
     trace, found = count.trace, list[Moment]()
     allocations = trace.allocations
     allocator, alive = CachingAllocator(expandable=expandable), dict[int, None]()
     step = micro_batch = 0
     for name, events in trace.by_phase():
-        if not name:  # what is built
+        if not name:  # before the first step: the model is built
             for event in events:
                 if event >= 0:
                     alive[event] = None
                 else:
                     del alive[~event]
+            # Only tensors that survive the build: temporaries of the build leave no free segments
+            # behind.
             run(allocator, trace, alive)
             total, parts = _totals(allocations, alive)
             continue
@@ -68,6 +75,8 @@ def moments(count: Count, expandable: bool = False) -> list[Moment]:
         _change(parts, allocations, events[:place])
         largest = {kind: nbytes for kind, nbytes in parts.items() if nbytes}
         _change(parts, allocations, events[place:])
+        # The peak of this phase, not of the whole run; peak_reserved is not reset, because reserved
+        # memory stays.
         allocator.peak_allocated = allocator.allocated
         run(allocator, trace, events)
         found.append(
@@ -104,7 +113,7 @@ def _at_work(allocations: list[Allocation], events: list[int]) -> str:
 
 
 def in_order(found: list[Moment]) -> Iterator[tuple[tuple[int, int], list[Moment]]]:
-    """((step, micro-batch), its moments)."""
+    """Yield ((step, micro-batch), its moments)."""
     keys = dict.fromkeys((each.step, each.micro_batch) for each in found)
     for key in keys:
         yield key, [each for each in found if (each.step, each.micro_batch) == key]

@@ -1,10 +1,12 @@
-"""How long a counted step takes on a card: the sum of its operations (`ops.timing.rates`), or what Python takes to launch them.
+"""Predict the duration of a traced step on a card.
 
-    seconds(step) = max(eager * the sum, host)
+    seconds(step) = max(eager * sum of operations (`ops.timing.rates`), host)
 
-eager is how much longer published steps took than the sum of their operations: gaps, clocks that power limits, kernels that are slower
-than their kind. The step of an eager run is counted; a compiled one moves fewer bytes and is not. Not counted either: reading of data, and
-the host where it waits. Messages between ranks stand apart (`plan.messages`).
+eager is the ratio of published step times to the sums of their operations. It covers gaps between
+kernels, clocks under power limits, and kernels that are slower than others of their kind.
+
+The prediction is for an eager step; a compiled one moves fewer bytes. It leaves out data loading,
+and waits of the host. `plan.messages` predicts messages between ranks.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ from narrowgauge.ops.timing.rates import ERROR, RATES, Rates
 from narrowgauge.ops.timing.rates import seconds as operation_seconds
 from narrowgauge.plan.tally import KINDS, PHASES, Tally
 
-# Of the host: nn.Linear, three products, takes 52 us forward and backward; our Linear of fp8-current 728 us for nine launches
-# (processor time, over a CUDA runtime that computes nothing).
+# Host seconds per operation. nn.Linear with three GEMMs takes 52 us forward and backward. Our
+# Linear with fp8-current takes 728 us for nine launches (processor time, with a CUDA runtime that
+# computes nothing).
 HOST_OPERATOR, HOST_KERNEL = 15e-6, 80e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """Seconds of one optimizer step with all its micro-batches.
+    """Predicted seconds of one optimizer step with all its micro-batches.
 
-    by_kind   of the device: products, attention, casts, elementwise (norms, activations, residuals, rotary embedding), loss, optimizer
-    by_phase  of the device: forward, backward, step
-    host      what launching takes, beside which the device computes
-    launches  kernels
-    flops     of products and attention; model_flops without those that are computed again
+    by_kind      device time of products (GEMMs), attention, casts, elementwise (norms, activations,
+                 residuals, rotary embedding), loss and optimizer
+    by_phase     device time of forward, backward and step
+    host         time of the host to launch all kernels, which overlaps with the device
+    launches     number of kernels
+    flops        FLOPs of GEMMs and attention
+    model_flops  flops without recomputation
     """
 
     by_kind: dict[str, float]
@@ -51,7 +56,7 @@ class Time:
 
     @property
     def likely(self) -> tuple[float, float]:
-        """Between these, by how far predictions of published steps were off."""
+        """Interval by the error of predictions of published steps."""
         return self.seconds / (1 + ERROR["eager"]), self.seconds * (1 + ERROR["eager"])
 
     @property
@@ -59,15 +64,19 @@ class Time:
         return self.host > self.device
 
     def utilisation(self, card: Card) -> float:
-        """Of the peak in bfloat16, by the model's FLOPs."""
+        """Return the model's FLOP/s relative to the bfloat16 peak."""
         return self.model_flops / (self.seconds * card.peak["bf16"])
 
 
 def time(done: Tally, card: Card, rates: Rates = RATES) -> Time:
-    """Of an eager step on a card. Raises ConfigError for one whose rates are not known, or that has no unit for a product."""
+    """Predict the duration of an eager step on a card.
+
+    Raises ConfigError if the card's rates are unknown, or if it has no unit for a GEMM.
+    """
     if not card.peak or not card.bandwidth:
         raise ConfigError(
-            f"plan: how fast {card.name} is, is not known, so the time of a step is not either. Name a card, as in --card h100."
+            f"plan: how fast {card.name} is, is not known, so the time of a step is not either. Name a card, as in --card h100.",
+            code="plan.unknown-card",
         )
     by_kind, by_phase = dict.fromkeys(KINDS, 0.0), dict.fromkeys(PHASES, 0.0)
     host, launches, flops, forward = 0.0, 0.0, 0.0, 0.0
@@ -79,6 +88,7 @@ def time(done: Tally, card: Card, rates: Rates = RATES) -> Time:
         launches += times
         flops += times * each.flops
         forward += times * each.flops if each.phase == "forward" else 0.0
+    # Backward takes twice the FLOPs of forward; the rest is recomputation.
     return Time(
         by_kind=by_kind, by_phase=by_phase, host=host, launches=round(launches), flops=flops, model_flops=min(3 * forward, flops)
     )  # fmt: skip
@@ -91,8 +101,13 @@ WORDS = {
 
 
 def as_dict(found: Time, card: Card, tokens: int, messages: float = 0.0) -> dict[str, Any]:
-    """In JSON's types, with `lines` for people. tokens: of a step, all micro-batches and ranks; messages: seconds of those of a rank."""
+    """Return the prediction in JSON types, with `lines` of text.
+
+    tokens    tokens of a step, over all micro-batches and ranks
+    messages  seconds of the messages of a rank
+    """
     low, high = found.likely
+    # Messages may overlap with the device completely, or not at all.
     low, high = max(low, messages), high + messages
     rate = f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s"
     bound = "bound by launching, which Python does" if found.is_launch_bound else "bound by the device"

@@ -1,4 +1,4 @@
-"""Whether what a step needs fits a card."""
+"""Decide if a step fits into the memory of a card."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from narrowgauge.ops.timing.cards import CARDS, CONTEXT, Card, card, of_memory
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.text import gib
 
-KEPT_FREE = 0.02  # of what a card can give: for what lies between segments, and kernels' workspaces
+KEPT_FREE = 0.02  # share of the usable memory for fragmentation and workspaces of kernels
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a card, or none that is known. card: with its rates, where they are."""
+    """Memory of a card; usable is 0 if none is known.
+
+    name    name of the card
+    memory  total bytes
+    usable  bytes that torch's allocator can reserve
+    device  Device by which kernels are chosen
+    card    the card with its rates, or None if they are unknown
+    """
 
     name: str
     memory: int
@@ -28,9 +35,13 @@ class Room:
 
     @classmethod
     def of(cls, card_name: str, memory: str, place: str = "auto") -> Room:
-        """The card that is named, of a memory that is named; else the GPU `place` of this machine; else one of unknown memory.
+        """Return the room of a named card, of this machine's GPU, or an unknown one.
 
-        Of a card without kernels here, and of none, those of Hopper are counted.
+        card_name  name of a card
+        memory     size that replaces the card's memory
+        place      GPU of this machine if neither is given, as "auto", "cuda:0"; "cpu": none
+
+        A card without narrowgauge's kernels, and an unknown one, are traced with Hopper's kernels.
         """
         hopper = CARDS["h100"].device
         assert hopper is not None
@@ -38,6 +49,7 @@ class Room:
             named = card(card_name) if card_name else None
             found = of_memory(memory, named) if memory else named
             assert found is not None
+            # A card of a given memory size alone has no rates, so no time can be predicted.
             rated = found if found.device and found.peak else None
             return cls(found.name, found.memory, found.usable, found.device or hopper, rated)
         if place != "cpu" and torch.cuda.is_available():
@@ -50,7 +62,8 @@ class Room:
         return self._spare(found) >= 0
 
     def _spare(self, found: Forecast) -> int:
-        """Bytes that nothing needs and that are not kept free."""
+        """Return the bytes that remain after the step and the reserve."""
+        # The larger of the known error and the reserve: they are not added.
         return self.usable - int(found.allocated * (1 + max(found.allocated_error, KEPT_FREE)))
 
     def verdict(self, found: Forecast) -> str:
@@ -65,7 +78,7 @@ class Room:
         return f"It fits, with {gib(self._spare(found))} to spare beside {KEPT_FREE:.0%} that is kept free."
 
     def answer(self, found: Forecast) -> dict[str, Any]:
-        """The part of an answer that every plan has (`text.rendered`)."""
+        """Return the part of an answer that every plan has (`text.rendered`)."""
         return {
             "card": {"name": self.name, "memory_bytes": self.memory, "usable_bytes": self.usable},
             **found.as_dict(),

@@ -1,13 +1,19 @@
-"""A rank's share of what one process would need: an estimate, from what is cut and what is gathered for a moment.
+"""Estimate a rank's memory from the plan of one process.
 
-fsdp  weights, gradients and states: 1/F of each. Whole on every rank while the model computes: what is around the blocks, the block
-      at work and the next one; in backward also the gradients of a block, before and after they are summed
-tp    weights, gradients and states of the blocks and of an untied head, and what their inner layers save: 1/T. What norms and residuals
-      save, and the embedding: whole
-pp    1/P of the blocks; the first stage keeps P micro-batches for backward (1F1B), and embeddings and head count on every stage; with
-      fsdp a stage is whole through the step, and its gradients too
-sp    as tp: what norms and residuals save is 1/T as well, which is not taken off
-dp    a copy on each rank; DistributedDataParallel has gradients as views of its buckets, which are there from step to step
+The estimate subtracts shards of other ranks, and adds tensors that are gathered temporarily.
+
+fsdp  weights, gradients and states: 1/F each. Whole on every rank during the computation: weights
+      outside of the blocks, the current block and the next one; in backward also the gradients of a
+      block, before and after their reduction
+tp    weights, gradients and states of the blocks and of an untied head, and tensors that the
+      blocks' inner layers save: 1/T. Tensors that norms and residuals save, and the embedding:
+      whole
+pp    1/P of the blocks. The first stage saves P micro-batches for backward (1F1B); embeddings and
+      head count on every stage. With fsdp the weights of a stage stay whole through the step, and
+      so do its gradients
+sp    as tp; tensors that norms and residuals save are 1/T as well, which is not subtracted
+dp    a copy on each rank. DistributedDataParallel keeps gradients as views of its buckets, which
+      exist from step to step
 """
 
 from __future__ import annotations
@@ -17,7 +23,8 @@ from dataclasses import replace
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.moments import Kind, Moment
 
-# Two ranks of a CPU are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py); on GPUs nothing is measured, and NCCL's buffers are left out.
+# Two CPU ranks are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py). GPUs are not measured, and
+# NCCL's buffers are left out.
 ERROR = {"fsdp": 0.05, "tp": 0.05, "pp": 0.20}
 OWNED = ("weights", "gradients", "states")
 
@@ -33,17 +40,23 @@ def divided(
     in_flight: int = 1,
     steady: bool = True,
 ) -> Forecast:
-    """What a rank needs. whole: of one process with a rank's batch and, with stages, a stage's layers.
+    """Return the forecast of one rank.
 
-    layers     blocks of each stack in `whole`; in_flight: micro-batches whose activations the first stage keeps
-    steady     whether new ones come while gradients are summed; else (no more than stages) each backward pass leaves one less
+    whole      forecast of one process with a rank's batch and, with stages, a stage's layers
+    layers     blocks of each stack in `whole`
+    copies     ranks of DistributedDataParallel
+    fsdp, tp   numbers of shards
+    stages     pipeline stages
+    in_flight  micro-batches whose activations the first stage keeps
+    steady     True if new micro-batches start while gradients are summed; else (at most as many as
+               stages) each backward pass leaves one less in flight
     """
     if fsdp * tp * stages == 1:
         return _in_buckets(whole) if copies > 1 else whole
     blocks = whole.block_weights * layers
     weights = max((each.parts.get(("weights", ""), 0) for each in whole.moments), default=0)
     around = max(0, weights - blocks)
-    cut = min(blocks + whole.head_weights, weights)  # by tp
+    cut = min(blocks + whole.head_weights, weights)  # split by tp
 
     def share(moment: Moment) -> Moment:
         parts = dict(moment.parts)
@@ -54,6 +67,7 @@ def divided(
         kept = in_flight if steady or moment.micro_batch == 1 else max(1, in_flight - 1)
         parts = {kind: _saved(kind, size, tp, kept) for kind, size in parts.items()}
         if fsdp > 1 and moment.phase != "step":
+            # fully_shard prefetches the next block; a pipeline stage with fsdp stays gathered.
             at_once = blocks if stages > 1 else 2 * whole.block_weights
             gathered = around - (cut - blocks) + (cut - blocks) // tp + at_once // tp
             gradients = gathered if stages > 1 else at_once // tp
@@ -74,7 +88,7 @@ def divided(
 
 
 def _in_buckets(whole: Forecast) -> Forecast:
-    """All gradients at every moment: exact but for what a bucket fills up."""
+    """Add all gradients to every moment. This is exact except for the padding of buckets."""
     gradients = ("gradients", "")
     most = max((each.parts.get(gradients, 0) for each in whole.moments), default=0)
 
@@ -91,6 +105,7 @@ def _saved(kind: Kind, size: int, tp: int, in_flight: int) -> int:
     part, module = kind
     if part != "saved":
         return size
-    # Below a block: attention, MLP, and the layers in them; not what a block itself makes, sums of residuals.
+    # tp splits attention, MLP and the layers in them, but not tensors of the block itself, such as
+    # residual sums.
     inner = "." in module or "attn" in module or "mlp" in module
     return size * in_flight // (tp if inner else 1)

@@ -1,6 +1,7 @@
-"""The work of one optimizer step, equal operations counted together: what a card's roofline is laid over (`roofline.time`).
+"""Operations of one optimizer step, grouped; `roofline.time` predicts their duration.
 
-A deep model's step does what two shallow ones do, as often, or as largely, as lies on a line with the number of layers.
+The operations of a deep model are extrapolated from two shallow ones: their number or their size
+grows linearly with the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ KINDS = ("products", "attention", "casts", "elementwise", "loss", "optimizer")
 
 @dataclass(frozen=True)
 class Done:
-    """Operations that are alike; phase: one of PHASES, kind: one of KINDS, the others as in `Work`."""
+    """A group of equal operations.
+
+    phase    an entry of PHASES
+    kind     an entry of KINDS
+
+    Other fields are as in `Work`.
+    """
 
     phase: str
     kind: str
@@ -36,7 +43,7 @@ Tally = dict[Done, float]
 
 
 def tally(found: Count) -> Tally:
-    """Of the second step."""
+    """Return the operations of the second step."""
     phases = found.trace.phases
     second = next(at for at, (place, _) in enumerate(phases) if at and place >= found.second)
     done: Tally = {}
@@ -52,6 +59,7 @@ def _done(work: Work, phase: str) -> Done:
     if kind not in ("products", "attention"):
         if phase == "step":
             kind = "optimizer"
+        # "backward" without a block number is the gradient of the head.
         elif kind == "elementwise" and phase in ("head", "backward"):
             kind = "loss"
     place = "forward" if phase == "head" else phase.split()[0]
@@ -71,14 +79,18 @@ def _done(work: Work, phase: str) -> Done:
 
 
 def deeper(few: Tally, more: Tally, layers: int) -> Tally:
-    """Of a model of so many layers more than the first, of which the second has one more.
+    """Return the operations of a model with `layers` layers more than `few`.
 
-    What a layer adds comes once more with each. An operation over all tensors at once, as the update, becomes larger instead.
+    `more` has one layer more than `few`. Operations that a layer adds are repeated for each layer.
+    An operation over all tensors at once, such as the update, grows instead.
     """
+    # An operation that only `few` has, with a counterpart in `more` that differs in size, grew with
+    # the depth.
     lost, won = _beyond(few, more), _beyond(more, few)
     found = {each: min(times, more[each]) for each, times in few.items() if each in more}
     for alike, before in lost.items():
         after = won.get(alike, {})
+        # Matched by size: the largest operation of the one model is the largest of the other.
         for small, large in zip(_by_size(before), _by_size(after), strict=False):
             times = min(before[small], after[large])
             grown = replace(
@@ -96,7 +108,7 @@ def deeper(few: Tally, more: Tally, layers: int) -> Tally:
 
 
 def _beyond(first: Tally, second: Tally) -> dict[tuple[str, ...], Tally]:
-    """What the first does more often, by all but its size."""
+    """Return the operations that `first` has more often, grouped by all fields but their size."""
     found: dict[tuple[str, ...], Tally] = {}
     for each, times in first.items():
         if (rest := times - second.get(each, 0)) > 0:
@@ -110,12 +122,12 @@ def _by_size(done: Tally) -> list[Done]:
 
 
 def repeated(done: Tally, factor: float) -> Tally:
-    """With so many times as many micro-batches: the update stays one."""
+    """Return the operations for `factor` times the micro-batches; the update remains one."""
     return {each: times if each.phase == "step" else factor * times for each, times in done.items()}
 
 
 def as_rows(done: Tally) -> list[list[Any]]:
-    """In JSON's types."""
+    """Return the operations in JSON types."""
     return [[*astuple(each), times] for each, times in done.items()]
 
 

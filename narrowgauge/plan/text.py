@@ -1,6 +1,7 @@
-"""An answer of the planner as text: what is needed, of what it consists, whether it fits, and what would make it fit.
+"""Render an answer of the planner as text.
 
-An answer is what `narrowgauge plan --json` prints: a dictionary of JSON's types, sizes in bytes.
+The text has sizes, parts, the verdict, and changes that make the step fit. An answer is the
+dictionary that `narrowgauge plan --json` prints, in JSON types, with sizes in bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def rendered(answer: Mapping[str, Any]) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """ "73.14 GiB"; below one, MiB."""
+    """Return "73.14 GiB", or MiB below one GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """Columns with two spaces between them, the first `left` to the left."""
+    """Yield rows with columns two spaces apart; the first `left` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
@@ -72,7 +73,7 @@ def _sizes(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _phase(name: str) -> str:
-    """ "backward 0", the block's number, in words."""
+    """Describe a phase such as "backward 0" in words."""
     phase, _, block = name.removesuffix(" end").partition(" ")
     return PHASE_WORDS.get(phase, phase) + (f" of block {block}" if block else "")
 

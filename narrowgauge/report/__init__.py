@@ -1,1 +1,1 @@
-"""The report of a run: one self-contained page."""
+"""HTML reports: one self-contained page per run, per group of runs, or per debugging session."""

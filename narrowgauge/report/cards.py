@@ -1,4 +1,4 @@
-"""The numbers on top of the report: loss, metrics, padding, speed and memory, each a card."""
+"""Cards at the top of the report: loss, metrics, padding, speed and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowgauge.diagnose.compare import Comparison
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.report.run_data import Recorded
 
-SCORES = (  # more is better; between -1 and 1, BLEU and chrF between 0 and 100
+SCORES = (  # higher is better; range -1 to 1, except BLEU and chrF, 0 to 100
     "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf",
 )  # fmt: skip
 WAYS = {
@@ -29,8 +29,8 @@ MEANS = {
     "image-classification": "mean over classes",
     "question-answering": "words of answers",
     "tagging": "spans",
-}  # task -> what F1 is of
-UNITS = {  # task -> what the loss is a mean over
+}  # task -> the items that F1 counts
+UNITS = {  # task -> unit of the loss
     "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
     "image-classification": "nats/example", "regression": "squared error",
 }  # fmt: skip
@@ -45,7 +45,10 @@ def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
 
 
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
-    """The validation loss, the reference's, their difference, and the loss relative to the unigram entropy."""
+    """Yield cards for the validation loss, the reference's loss, their difference, and the entropy.
+
+    The last card gives the loss as a percentage of the unigram entropy of the training tokens.
+    """
     evaluations = compare.evaluations(recorded.events)
     if not evaluations:
         yield card("Validation loss", "–", "", "no evaluation was recorded")
@@ -70,7 +73,12 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 
 def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
-    """The same weights with 16-bit products: the last loss, and how far it is from the run's own, last and over all evaluations."""
+    """Yield a card for the loss of the same weights with 16-bit GEMMs.
+
+    It shows the last loss and its difference from the run's own loss, last and over all
+    evaluations.
+    """
+    # "wide" is the evaluation with all GEMMs in 16 bits; runs without one have no such key.
     both = [event for event in recorded.of("eval") if "wide" in event and math.isfinite(event["wide"]["loss"])]
     if both and math.isfinite(both[-1]["loss"]):
         gaps = [event["wide"]["loss"] - event["loss"] for event in both]
@@ -86,7 +94,7 @@ def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
 
 
 def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
-    """Speed and memory, each against the reference's."""
+    """Yield cards for speed and memory, each with its ratio to the reference's."""
 
     def note(pair: compare.Pair | None, show: Callable[[float], str], alone: str) -> str:
         if not comparison or not pair or not pair.ratio:
@@ -102,6 +110,8 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         size = format_text.size_parts(peak)
         apart = f"; that of {comparison.reference_name} was not measured" if comparison else ""
         words = note(pair, format_text.size, f"largest of all steps{apart}")
+        # A CPU's peak is that of the whole process, which includes earlier allocations, so the
+        # ratio of two runs in one process means nothing.
         if pair and pair.ratio and recorded.run.get("device_type") == "cpu":
             words = (
                 "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
@@ -110,12 +120,12 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 
 def unit(recorded: Recorded) -> str:
-    """The unit of the loss."""
+    """Unit of the loss."""
     return UNITS.get(recorded.run.get("task", ""), "nats/token")
 
 
 def title(recorded: Recorded, metric: str) -> str:
-    """A score in words."""
+    """Name of a score for display."""
     task = recorded.run.get("task", "")
     return f"F1, {MEANS[task]}" if metric == "f1" and task in MEANS else NAMES.get(metric, metric)
 
@@ -130,18 +140,26 @@ def scores(recorded: Recorded) -> list[str]:
 
 
 def best(recorded: Recorded) -> tuple[str, int, float] | None:
-    """(metric, step, value) of the evaluation whose weights were kept; ties go to the lower loss. None if there is none."""
+    """(metric, step, value) of the evaluation whose weights were saved as best, or None.
+
+    Ties go to the lower loss, as in the run itself.
+    """
     metric = recorded.run.get("best") or ""
     sign = -1 if metric == "loss" else 1
     found = [event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])]
     if not found:
         return None
+    # The run keeps the evaluation with the lowest loss among equal scores; the report must name the
+    # same.
     kept = max(found, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))
     return metric, kept["step"], kept[metric]
 
 
 def metric_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
-    """The last and best value of the metric that chooses the weights, or of the first score; and padding."""
+    """Yield cards for the last and best value of one score, and for padding.
+
+    The score is the one that chooses the best weights, or else the first that was measured.
+    """
     kept, shown = best(recorded), scores(recorded)
     metric = kept[0] if kept and kept[0] != "loss" else next(iter(shown), "")
     found = points(recorded, metric)
@@ -155,7 +173,7 @@ def metric_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
 
 
 def padding(recorded: Recorded) -> Iterator[dict[str, str]]:
-    """The share of computed positions that were padding, here and with other ways of batching."""
+    """Yield a card for the share of padded positions, with this run's batching and others."""
     planned: dict[str, dict[str, Any]] = recorded.data.get("padding") or {}
     shares = {way: waste(each["tokens"], each["positions"]) for way, each in planned.items()}
     steps = [event for event in recorded.of("step") if "positions" in event and "inputs" in event]

@@ -1,8 +1,8 @@
-"""The report's figures: each function draws numbers as one inline SVG string.
+"""Figures of the report: each function draws numbers as one inline SVG string.
 
-The SVG holds no user text (the page escapes names and samples) and no external reference. Its colours are the CSS variables of
-`THEME`, which the page sets for light, dark and print. One unit is one CSS pixel at full width. The same numbers give the same string.
-Uses matplotlib's objects without pyplot and without the user's matplotlibrc.
+The SVG contains no user text (the page escapes names and samples) and no external reference. Its
+colours are the CSS variables of `THEME`, which the page defines for light, dark and print. One unit
+is one CSS pixel at full width. Equal numbers give an equal string.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from narrowgauge.errors import ConfigError
 
 @contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """Silences the warnings of the logger `name`."""
+    """Silence the warnings of the logger `name`."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -36,13 +36,16 @@ def quiet(name: str) -> Iterator[None]:
 
 
 # matplotlib warns at import if the home folder is not writable and its font cache is temporary.
+# Figures use matplotlib's objects without pyplot, so that neither a display nor a user's
+# matplotlibrc changes them.
 with quiet("matplotlib"):
     import matplotlib.style
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-# CSS variable -> the colour that represents it while drawing (Okabe and Ito, for colour-blind readers).
+# CSS variable -> the colour that stands for it while drawing, replaced in `svg`. All colours
+# differ, so the replacement is unambiguous. Okabe and Ito's palette, for colour-blind readers.
 THEME = {
     "ink": "#1c2026", "muted": "#5c6672", "rule": "#dfe3e8", "paper": "#fefefe", "run": "#0072b2", "reference": "#d55e00",
     "zone-zero": "#cc79a7", "zone-subnormal": "#e69f00", "zone-saturated": "#d55e01",
@@ -56,16 +59,16 @@ STYLE = {
     "ytick.color": THEME["rule"], "ytick.labelcolor": THEME["muted"], "ytick.major.size": 0,
     "figure.facecolor": "none", "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round", "svg.fonttype": "none",
 }  # fmt: skip
-UNITS_PER_INCH = 72  # of matplotlib's SVG
+UNITS_PER_INCH = 72  # matplotlib writes SVG at 72 units per inch
 
 Points = Sequence[tuple[int, float]]  # (step, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The losses of one run."""
+    """Losses of one run."""
 
-    training: Points  # one per step; not finite where the run broke
+    training: Points  # one point per step; not finite where the run diverged
     validation: Points = ()
 
 
@@ -79,9 +82,12 @@ def loss_curves(
     radius: int,
     unit: str = "nats/token",
 ) -> str:
-    """Training losses, raw and smoothed; validation losses as points; `marks` (label -> steps) as vertical lines.
+    """Draw training losses (raw and smoothed), validation losses, and vertical lines at `marks`.
 
-    runs  the run, after its reference if it has one
+    runs    the run, preceded by its reference if it has one
+    marks   label -> steps
+    radius  smoothing radius in steps
+    unit    unit of the loss
     """
     with canvas(1000, 360) as (figure, axes):
         curves = [(curve, smooth(curve.training, radius)) for curve in runs]
@@ -99,7 +105,7 @@ def loss_curves(
 
 
 def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
-    """Draws one run: raw losses faint, smoothed losses strong, validation losses as points."""
+    """Draw one run: raw losses faint, smoothed losses strong, validation losses as points."""
     colour, marker, width = (THEME["run"], "o", 1.8) if is_run else (THEME["reference"], "D", 3.4)
     plot(axes, thinned(curve.training), color=colour, linewidth=0.8, alpha=0.4)
     plot(axes, line, color=colour, linewidth=width, marker="o" if len(line) == 1 else "", markersize=4)
@@ -109,7 +115,7 @@ def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
 
 
 def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float | None) -> tuple[float, float]:
-    """Limits that show the smoothed curves after `steep_start`, all levels, and spikes up to twice as high."""
+    """Vertical limits: smoothed curves after `steep_start`, levels, spikes up to twice as high."""
     levels = [unigram_entropy] if unigram_entropy is not None else []
     raw: list[float] = []
     for curve, line in curves:
@@ -124,12 +130,18 @@ def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float |
 
 
 def steep_start(count: int) -> int:
-    """First steps of a long run that may lie above the drawn range: they would flatten the rest of the curve."""
+    """Number of first steps of a long run that may leave the drawn range.
+
+    Their high losses would flatten the rest of the curve.
+    """
     return count // 50 if count >= 1000 else 0
 
 
 def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> str:
-    """Metrics of the evaluations, each labelled at its end; the reference's are thin and dashed."""
+    """Draw metrics of the evaluations, labelled at their ends.
+
+    The reference's are thin and dashed.
+    """
     with canvas(1000, 260, right=190) as (figure, axes):
         dashed: dict[str, Any] = {"linewidth": 1.2, "dashes": (3, 2)}
         for found, style in ((others, dashed), (lines, {"linewidth": 2.0, "marker": "o"})):
@@ -142,14 +154,15 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
         place = -math.inf
         for value, name in sorted((points[-1][1], name) for name, points in lines.items() if points):
             if math.isfinite(value):
-                place = max(value, place + 0.09 * (high - low))  # at least a line of text above the label before
+                # At least one line of text above the previous label.
+                place = max(value, place + 0.09 * (high - low))
                 note(axes, f"{name} {value:.4g}", (1, place), (8, -4), axes.get_yaxis_transform())
         label_axes(axes, "on the validation data")
         return svg(figure, "metrics", "Metrics of the evaluations over the steps")
 
 
 def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
-    """The moving mean of the paired difference with its band."""
+    """Draw the moving mean of the paired difference with its band."""
     with canvas(1000, 230) as (figure, axes):
         banded = [(step, point) for step, point in curve if point.half_width is not None]
         low, high = ([point.mean + side * (point.half_width or 0.0) for _, point in banded] for side in (-1, 1))
@@ -169,7 +182,7 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
 
 
 def format_of(event: Event) -> formats.Format | None:
-    """The format of a `tensor` event; None if it is unknown here."""
+    """Format of a `tensor` event; None if this version does not have it."""
     try:
         return formats.get(event.get("format", ""))
     except ConfigError:
@@ -182,7 +195,10 @@ def log2(value: float | None) -> float:
 
 
 def histogram(event: Event, name: str) -> str:
-    """Histogram of magnitudes over the range of the format at this scale; '' if it is empty. `name` makes the SVG ids unique."""
+    """Draw a histogram of magnitudes over the range of the format at this scale; '' if it is empty.
+
+    name  makes the ids in the SVG unique on the page
+    """
     counted = event.get("histogram") or {}
     counts, lowest = counted.get("counts"), counted.get("lowest_exponent", 0)
     if not counts:
@@ -196,7 +212,7 @@ def histogram(event: Event, name: str) -> str:
         if format is not None and math.isfinite(scale):
             zero, top = scale + log2(format.smallest / 2), scale + log2(format.max)
             normal = scale + log2(getattr(format, "smallest_normal", format.smallest / 2))
-            # At most ten octaves of the zone that becomes zero.
+            # At most ten octaves of the zone that rounds to zero.
             left, right = max(min(left + 0.5, zero - 3), zero - 10), max(right - 0.5, top + 2.5)
             axes.set_xlim(left, right)
             inner = "evenly spaced" if isinstance(format, formats.IntFormat) else "normal"
@@ -211,19 +227,20 @@ def histogram(event: Event, name: str) -> str:
 
 
 def draw_zones(axes: Axes, zones: dict[str, tuple[float, float]]) -> None:
-    """Tints the zones that have a colour and names those that are wide enough."""
+    """Tint the zones that have a colour and label the zones that are wide enough."""
     left, right = axes.get_xlim()
     for label, (start, end) in zones.items():
         start, end = max(start, left), min(end, right)
         colour = THEME.get(f"zone-{label}")
         if colour is not None and end > start:
             axes.axvspan(start, end, color=colour, alpha=0.2, linewidth=0, zorder=0)
+        # 562 is the width of the axes in pixels, 6.2 the mean width of a letter.
         if (end - start) / (right - left) * 562 > 6.2 * len(label):
             note(axes, label, ((start + end) / 2, 1), (0, 5), axes.get_xaxis_transform(), ha="center")
 
 
 def scale_history(events: Sequence[Event], name: str) -> str:
-    """amax over the steps, and scale times the format's maximum."""
+    """Draw amax over the steps, and the largest magnitude that the scale can represent."""
     format = format_of(events[-1])
     steps, amax = [event["step"] for event in events], [log2(event.get("amax")) for event in events]
     top = [log2(event.get("scale")) + (log2(format.max) if format else math.nan) for event in events]
@@ -263,7 +280,10 @@ def plot(axes: Axes, points: Points, **style: Any) -> None:
 
 
 def thinned(points: Points, limit: int = 1000) -> Points:
-    """At most about `limit` points: the lowest and highest of each stretch, so that spikes stay visible."""
+    """Reduce to about `limit` points.
+
+    Takes the lowest and highest point of each interval, so that spikes stay visible.
+    """
     if len(points) <= limit:
         return points
     length = math.ceil(2 * len(points) / limit)
@@ -285,13 +305,13 @@ def step_limits(steps: Iterable[int]) -> tuple[float, float]:
 def note(
     axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], coordinates: Any, **style: Any
 ) -> None:
-    """Small muted text, `offset` pixels away from a place."""
+    """Draw small muted text, `offset` pixels away from a point."""
     muted: dict[str, Any] = {"color": THEME["muted"], "fontsize": 11}
     axes.annotate(text, place, offset, coordinates, "offset points", **muted | style)
 
 
 def draw_marks(axes: Axes, marks: Mapping[str, Sequence[int]]) -> None:
-    """Vertical lines; the first of each kind has its label."""
+    """Draw vertical lines; the first of each kind has its label."""
     middle = sum(axes.get_xlim()) / 2
     for label, steps in marks.items():
         for step in steps:
@@ -303,26 +323,27 @@ def draw_marks(axes: Axes, marks: Mapping[str, Sequence[int]]) -> None:
 
 
 def label_exponents(axis: Any, octaves: float, ticks: int = 9) -> None:
-    """Labels the axis with powers of two, at most about `ticks`."""
+    """Label an axis with powers of two, at most about `ticks`."""
     spacing = next((step for step in (1, 2, 4, 8, 16, 32) if octaves / step <= ticks), 64)
     axis.set_major_locator(MultipleLocator(spacing))
     axis.set_major_formatter(FuncFormatter(lambda value, _: "2" + superscript(round(value))))
 
 
 def signed_values(axes: Axes) -> None:
-    """Labels the vertical axis with differences."""
+    """Label the vertical axis with signed differences."""
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0"))
 
 
 def label_axes(axes: Axes, top: str, ticks: int = 9) -> None:
-    """Labels the steps, and writes the label of the vertical axis horizontally above its left end."""
+    """Label the steps, and write the vertical axis's label horizontally above its left end."""
     axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=(1, 2, 5, 10)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value == round(value) else ""))
     axes.set_xlabel("step", loc="right", labelpad=2)
     note(axes, top, (0, 1), (0, 12), ("figure fraction", "axes fraction"), va="bottom", fontsize=12)
 
 
+# Removes matplotlib's own style, metadata, no-op rotations and sizes; the page sets font and width.
 CLEANING = (
     (r"<style.*?</style>|<defs>\s*</defs>|<!--.*?-->|<metadata>.*?</metadata>", ""),
     (r' transform="rotate\(-0 [^"]*"| xmlns(?::\w+)?="[^"]*"| version="1.1"', ""),
@@ -335,14 +356,16 @@ CLEANING = (
 
 
 def svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an inline SVG element with themed colours, short numbers and unique ids."""
+    """Render the figure as inline SVG with themed colours, short numbers and unique ids."""
     buffer = io.StringIO()
+    # matplotlib derives element ids from this salt; without it the ids are random and pages differ.
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for pattern, replacement in CLEANING:
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    # Drops ids that no href or url() refers to: they would collide between figures of one page.
     used = set(re.findall(r"#([\w.-]+)[\")]", text))
     text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
     numbers = r'(?<= )(?:d|x|y|transform|points)="[^"]*"'

@@ -1,8 +1,9 @@
-"""Any number of runs, sorted for one page: by recipe, one run a seed; what cannot be compared apart; and the verdict on each recipe.
+"""Group any number of runs for one page: by recipe, with one run per seed, and judge each recipe.
 
-Runs can be compared if data, task and model are the same. They are judged, in pairs of one seed, if their batches are the same too: steps
-and tokens of a step, but for what a run left out at a loss spike, which the verdict names. The reference is the recipe that is named,
-else that of the first run.
+Runs can be compared if data, task and model are the same; others are listed apart. They are judged
+in pairs of one seed if their batches are the same too: steps and tokens of each step, except
+batches that a run skipped at a loss spike, which the verdict names. The reference is the recipe
+named by the user, else the recipe of the first run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from narrowgauge.report.run_data import Recorded, last_done, read_alone
 NO_METRICS = {"event", "step", "tokens", "elapsed_s"}
 NAME = re.compile(r"[A-Za-z][\w@.-]{0,40}")
 UNFINISHED = "unfinished"
-SECTIONS = ("model", "data", "task", "precision", "training")  # of config.toml, whose settings make a run another one
-NOT_NAMED = {  # embedding_codes: the name of a recipe has them
+# Sections of config.toml whose settings distinguish runs.
+SECTIONS = ("model", "data", "task", "precision", "training")
+NOT_NAMED = {  # embedding_codes: already part of the recipe's name
     "recipe", "seed", "steps", "epochs", "device", "threads", "compile", "keep_freed", "micro_batches", "cache", "checkpointing",
     "cuda_graph", "parallel", "schedule", "guard", "switch", "save", "from", "embedding_codes",
 }  # fmt: skip
@@ -37,18 +39,19 @@ class Group:
 
     name: str
     runs: tuple[Recorded, ...]
-    reason: str = ""  # why it is not judged against the reference
+    reason: str = ""  # reason why it is not judged against the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """What a page of several runs is about. The first group is the reference."""
+    """Contents of a page on several runs. The first group is the reference."""
 
     groups: tuple[Group, ...]
     apart: tuple[tuple[Recorded, str], ...]  # runs that cannot be compared, with reasons
     metric: str
     margin: Margin
-    failed: Mapping[str, str] = field(default_factory=dict)  # folder's name -> why it did not finish, as a study knows
+    # Folder name -> reason why the run did not finish, from a study.
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def runs(self) -> list[Recorded]:
@@ -56,7 +59,7 @@ class Gathered:
 
     @property
     def control(self) -> Group | None:
-        """The runs of the positive control, on the reference's batches; None if none was trained."""
+        """Runs of the positive control on the reference's batches; None if none was trained."""
         return next((each for each in self.groups[1:] if is_control(each) and not each.reason), None)
 
     def runs_of(self, group: Group) -> Runs:
@@ -76,14 +79,17 @@ class Gathered:
         )  # fmt: skip
 
     def verdicts(self) -> list[Verdict]:
-        """On every group but the reference and the positive control, whose batches are the reference's."""
+        """Verdicts on the groups with the reference's batches.
+
+        The reference and the positive control get none.
+        """
         judged = [self.runs_of(group) for group in self.groups if not group.reason and group is not self.control]
         control = self.runs_of(self.control) if self.control is not None else None
         return seeds.judge_all(judged, self.metric, self.margin, control)
 
 
 def is_control(group: Group) -> bool:
-    """Whether these are runs of the positive control, with the settings of the reference."""
+    """True for runs of the positive control with the settings of the reference."""
     return group.name == POSITIVE_CONTROL
 
 
@@ -92,7 +98,7 @@ def seed_of(recorded: Recorded) -> int:
 
 
 def final(recorded: Recorded, metric: str) -> tuple[float, str]:
-    """(the metric of the last evaluation, '') of a finished run, else (NaN, why there is none)."""
+    """(metric of the last evaluation, '') of a finished run, else (NaN, reason)."""
     done = last_done(recorded)
     if done is not None and done["reason"] == "nonfinite":
         return math.nan, NOT_FINITE
@@ -105,7 +111,10 @@ def final(recorded: Recorded, metric: str) -> tuple[float, str]:
 
 
 def metrics_of(runs: Sequence[Recorded]) -> list[str]:
-    """Names of what the evaluations of all runs measured that had one yet, the loss first."""
+    """Metrics that the evaluations of all runs measured, the loss first.
+
+    Runs without an evaluation so far are ignored.
+    """
     measured = [
         {key for event in found for key, value in event.items() if isinstance(value, float) and NAME.fullmatch(key)}
         for each in runs
@@ -122,25 +131,33 @@ def gather(
     margin: Margin | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> Gathered:
-    """Reads run folders. ConfigError for one that is named twice, or is none, and for a reference or metric that no run has."""
+    """Read run folders and group them.
+
+    Raises ConfigError for a folder that is named twice or is not a run, and for a reference or
+    metric that no run has.
+    """
     resolved = [folder.resolve() for folder in folders]
     if twice := next((folder for folder in folders if resolved.count(folder.resolve()) > 1), None):
-        raise ConfigError(f"report: {twice} is named twice. Name each run once.")
+        raise ConfigError(f"report: {twice} is named twice. Name each run once.", code="report.run-twice")
     runs = [read_alone(folder) for folder in folders]
     names = list(dict.fromkeys(each.name for each in runs))
     if reference and reference not in names:
         near = closest(reference, names, limit=1) or ", ".join(names)
-        raise ConfigError(f"reference = {reference!r}: no run has this recipe. There are: {near}.")
+        raise ConfigError(
+            f"reference = {reference!r}: no run has this recipe. There are: {near}.", code="report.reference"
+        )
+    # The positive control is never the default reference.
     wanted = (each for each in runs if each.name == reference or (not reference and each.name != POSITIVE_CONTROL))
     first = next(wanted, runs[0])
     apart = [(each, why) for each in runs if (why := differences(identity(first), identity(each)))]
     kept = [each for each in runs if not differences(identity(first), identity(each))]
-    groups = sorted(grouped(kept, first), key=lambda group: first not in group.runs)  # stable: the reference first
+    # sorted() is stable: the reference comes first.
+    groups = sorted(grouped(kept, first), key=lambda group: first not in group.runs)
     known = metrics_of(kept)
     chosen = metric or default_metric(first, known)
     if chosen not in known and any(each.of("eval") for each in kept):
         near = closest(chosen, known, limit=1) or ", ".join(known)
-        raise ConfigError(f"metric = {chosen!r}: not every run measured it. There are: {near}.")
+        raise ConfigError(f"metric = {chosen!r}: not every run measured it. There are: {near}.", code="report.metric")
     return Gathered(
         groups=tuple(groups),
         apart=tuple(apart),
@@ -151,13 +168,16 @@ def gather(
 
 
 def default_metric(recorded: Recorded, known: Sequence[str]) -> str:
-    """The one that chose the best weights, if all runs have it; else the loss."""
+    """The metric that chose the best weights if all runs have it, else the loss."""
     best = str(recorded.run.get("best") or "")
     return best if best in known else "loss"
 
 
 def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
-    """By recipe, other settings, the step that a branch left its parent at, and batches; twins of one seed each by its folder."""
+    """Group runs by recipe, other changed settings, branch point, and batches.
+
+    Several runs of one group with the same seed become groups of their own, named by folder.
+    """
     theirs = {seed_of(each): each for each in runs if name_of(each, first) == name_of(first, first)}
     found: dict[tuple[str, str], list[Recorded]] = {}
     for each in runs:
@@ -167,6 +187,7 @@ def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
     groups = []
     for (name, reason), members in found.items():
         listed = sorted(members, key=seed_of)
+        # A reason distinguishes groups of one name, such as another number of steps.
         label = f"{name}, {reason}" if reason and names.count(name) > 1 else name
         if len({seed_of(each) for each in listed}) == len(listed):
             groups.append(Group(label, tuple(listed), reason))
@@ -176,7 +197,7 @@ def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
 
 
 def name_of(recorded: Recorded, first: Recorded) -> str:
-    """The recipe, with the settings in which the run differs from the first one, and the step that a branch left its parent at."""
+    """Recipe, settings that differ from the first run's, and the branch point if it is a branch."""
     own, its = settings(recorded), settings(first)
     changed = [f"{key} = {value}" for key, value in own.items() if its.get(key, value) != value]
     branch = [f"from step {format_text.count(recorded.run['parent']['step'])}"] if recorded.run.get("parent") else []
@@ -184,7 +205,10 @@ def name_of(recorded: Recorded, first: Recorded) -> str:
 
 
 def settings(recorded: Recorded) -> dict[str, str]:
-    """What config.toml says that makes a run another one: neither its seed and recipe, nor where and how long it runs."""
+    """Settings of config.toml that distinguish runs.
+
+    Leaves out seed and recipe, and settings that choose the device or the length of the run.
+    """
     found, section = {}, ""
     for line in recorded.config.splitlines():
         key, equals, value = line.partition(" = ")
@@ -196,13 +220,15 @@ def settings(recorded: Recorded) -> dict[str, str]:
 
 
 def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
-    """What is wrong if two runs of one seed did not learn from the same batches, by the tokens of their steps; else ''.
+    """Reason why two runs of one seed did not train on the same batches, by tokens per step; or ''.
 
-    Steps behind a batch that one of them left out say nothing of that: the verdict names such batches.
+    Steps after a batch that only one of the runs skipped are ignored: the verdict names such
+    batches.
     """
     if reference is None:
         return ""
     ours, theirs = ({each["step"]: each.get("tokens") for each in run.of("step")} for run in (recorded, reference))
+    # Token counts per step stand for the batches: metrics.jsonl has no hash of a batch.
     common = ours.keys() & theirs.keys()
     same = common - {*other_steps(common, recorded.left_out, reference.left_out)}
     other = sum(ours[step] != theirs[step] for step in same)
@@ -210,19 +236,23 @@ def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
 
 
 def identity(recorded: Recorded) -> dict[str, Any]:
-    """What must be the same for a comparison."""
+    """Facts that must be the same for a comparison."""
     run, data = recorded.run, recorded.data
+    # Runs without a hash of their contents are compared by source and sizes.
     learnt = data.get("content_hash") or (data.get("source"), data.get("train_tokens"), data.get("rows"))
     return {"data": learnt, "task": run.get("task"), "model": {**recorded.model}, "parameters": run.get("parameters")}
 
 
 def batches(recorded: Recorded) -> dict[str, Any]:
-    """What must be the same for pairs of one seed."""
+    """Facts that must be the same for pairs of one seed."""
     return {key.replace("_", " "): recorded.run.get(key) for key in ("steps", "tokens_per_step")}
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """'other data', '300 steps instead of 200', ... with commas; '' if there are none."""
+    """Differences in words: 'other data', '300 steps instead of 200', comma-separated.
+
+    '' if none.
+    """
     words = []
     for key, value in first.items():
         if other[key] != value:

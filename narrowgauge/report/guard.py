@@ -1,4 +1,4 @@
-"""The checks of a guarded run: their differences with noise and margin, drawn, and what was made of them, in sentences."""
+"""Report section on a guarded run: a figure of the guard's checks, and their results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from narrowgauge.diagnose.format_text import count, percent, plural, signed, tru
 from narrowgauge.report.figures import THEME, canvas, label_axes, note, plot, signed_values, step_limits, svg
 from narrowgauge.report.run_data import Recorded
 
-WIDTH = 2.0  # scales on either side of a difference: 95 % of a normal noise
+WIDTH = 2.0  # in units of the noise scale, on either side: 95 % of normal noise
 OUTLINE: dict[str, Any] = {"markersize": 7, "markeredgewidth": 1.8, "markerfacecolor": THEME["paper"], "zorder": 5}
-OF_VERDICT = {  # colour, marker and words
+OF_VERDICT = {  # verdict -> (colour, marker, words)
     "within": ("run", "o", "within the margin"),
     "unknown": ("muted", "o", "unknown"),
     "worse": ("reference", "D", "worse"),
@@ -22,7 +22,10 @@ OF_VERDICT = {  # colour, marker and words
 
 
 def figure(events: Sequence[Event]) -> str:
-    """Narrow minus BF16 at each check, the noise of one check around it, that on the same weights, and the margin; '' without a number."""
+    """Draw run minus BF16 at each check, with noise, same-weights difference and margin.
+
+    Returns '' if no difference is finite.
+    """
     finite = [event for event in events if math.isfinite(event.get("difference", math.nan))]
     if not finite:
         return ""
@@ -30,6 +33,8 @@ def figure(events: Sequence[Event]) -> str:
         steps = [event["step"] for event in finite]
         axes.set_xlim(*step_limits([*(event["begun"] for event in finite[:1]), *steps]))
         left, right = axes.get_xlim()
+        # The margin of a check is drawn from halfway to the previous check to halfway to the next
+        # one.
         edges = [left, *((a + b) / 2 for a, b in pairwise(steps)), right]
         margins = [event["margin"] for event in finite]
         lower = [-margin for margin in margins]
@@ -75,8 +80,9 @@ def legend(events: Sequence[Event]) -> list[tuple[str, str, str]]:
 
 
 def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
-    """The newest verdict, what the checks cost, what the guard did."""
+    """Yield the newest verdict, the cost of the checks, and the guard's actions."""
     yield str(events[-1].get("sentence", ""))
+    # After a rewind by the guard, the steps of the BF16 reference become the run's own.
     became = sum(event["steps"] for event in recorded.of("rewind") if event.get("why") == "guard")
     spent = sum(event["steps"] * (1 + (event.get("control") is not None)) for event in events) - became
     share = percent(spent / max(recorded.last_step, 1))
@@ -99,7 +105,10 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
 
 
 def blamed(event: Event) -> str:
-    """Which products an alarm was laid at, how far that was confirmed, and the line that computes them in 16 bits."""
+    """Sentences on the GEMMs blamed for an alarm.
+
+    They say if it was confirmed, and which setting runs them in 16 bits.
+    """
     where, suspects = f"Step {count(event['step'])}", event.get("suspects") or []
     if not suspects:
         return f"{where}: every product is as accurate as its format allows; none is to blame."
@@ -115,7 +124,10 @@ def blamed(event: Event) -> str:
 
 
 def first_steps(events: Sequence[Event]) -> str:
-    """Of the first steps of the checks, on the same weights: how far the losses differed, and the gradients; '' of older runs."""
+    """Sentence on the first steps of the checks: loss and gradient differences on the same weights.
+
+    Returns '' for runs of older versions, which did not record them.
+    """
     same = [event["same"] for event in events if is_number(event.get("same"))]
     if not same:
         return ""
@@ -133,7 +145,10 @@ def first_steps(events: Sequence[Event]) -> str:
 
 
 def audited(events: Sequence[Event]) -> str:
-    """How many products were compared with their recipe in the last steps of the checks, and what could not be; '' of older runs."""
+    """Sentence on the number of GEMMs compared with their recipe in the last steps of the checks.
+
+    It also names what could not be compared. Returns '' for runs of older versions.
+    """
     seen = [event for event in events if is_number(event.get("compared"))]
     if not seen:
         return ""
@@ -145,10 +160,14 @@ def audited(events: Sequence[Event]) -> str:
 
 
 def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, int]]:
-    """(first, last) of the stretches of the run that the guard gave to BF16, each until the check that tried narrow numbers again."""
+    """(first, last) of the step ranges that the guard trained in BF16.
+
+    A range ends at the check that tried low precision again.
+    """
     found: list[tuple[int, int]] = []
     begins = [*(event["begun"] for event in events[1:]), recorded.last_step]
     for event, following in zip(events, begins, strict=True):
+        # The run stayed in low precision.
         if event.get("then") in ("", "warn", None):
             continue
         first, last = event["begun"] + 1, following if event["then"] in ("stay", "bf16") else event["step"]
@@ -159,7 +178,7 @@ def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, i
 
 
 def section(recorded: Recorded) -> dict[str, Any] | None:
-    """For the page; None without a check."""
+    """Variables of the page's section; None if there was no check."""
     events = recorded.of("guard")
     if not events:
         return None

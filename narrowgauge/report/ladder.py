@@ -1,6 +1,7 @@
-"""The page on a ladder of debugging: what was found, the line to use, how far each rung lies from BF16, and the verdict on each.
+"""Page of `narrowgauge debug`: the result, the setting to use, and differences from BF16.
 
-`narrowgauge debug` writes it beside its JSON. As the other pages it is one file, readable offline, and the same for the same input.
+A rung is one replay of the same steps under one change (`diagnose.ladder`). The page is one file,
+readable offline, and the same for the same input.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ QUESTIONS = {
 
 
 def write(ladder: Ladder, fix: str, run: str, path: Path) -> Path:
-    """Writes the page of a ladder that has ended to `path` and returns it. run: its name; fix: the command that goes on, or ''."""
+    """Write the page of a finished ladder to `path` and return it.
+
+    run  name of the run
+    fix  command that continues training with the fix, or ''
+    """
     source = importlib.resources.files("narrowgauge.report").joinpath("ladder.html.jinja").read_text(encoding="utf-8")
     text = environment().from_string(source).render(page(ladder, fix, run))
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
@@ -39,7 +44,7 @@ def write(ladder: Ladder, fix: str, run: str, path: Path) -> Path:
 
 
 def page(ladder: Ladder, fix: str, run: str) -> dict[str, Any]:
-    """The variables of the template."""
+    """Variables of the template."""
     *_, conclusion = ladder.report()
     return {
         "ladder": ladder, "run": run, "fix": fix, "kind": kind(ladder), "conclusion": conclusion, "repeats": ladder.repeats(),
@@ -51,7 +56,7 @@ def page(ladder: Ladder, fix: str, run: str) -> dict[str, Any]:
 
 
 def kind(ladder: Ladder) -> str:
-    """Colour of the notice: the format is cleared, it makes a difference, or neither."""
+    """Colour of the notice: the format is cleared, the format makes a difference, or neither."""
     if not ladder.recipe:
         return "same"
     return {SAME: "same", DIFFERS: "above"}.get(ladder.against_bf16().name, "open")
@@ -89,14 +94,20 @@ def question(name: str) -> str:
 
 
 def series(place: int) -> dict[str, Any]:
-    """Colour and dashes of a rung's line, by its place: bf16 has the reference's colour."""
+    """Colour and dashes of a rung's line by its position."""
+    # The first rung is the run's own recipe and the second is bf16; exchanged, so that bf16 gets
+    # the reference's colour on every page.
     number = {0: 1, 1: 0}.get(place, place)
+    # Colours repeat after SERIES; the second turn is dashed.
     turn = number // len(several_figures.SERIES)
     return {"number": number, "colour": number % len(several_figures.SERIES), "dashed": turn > 0}
 
 
 def scores(ladder: Ladder) -> list[tuple[str, str, str, str]]:
-    """(metric, narrow, in 16 bits, difference) of the validation set at the checkpoint."""
+    """(metric, value with the recipe, value in 16 bits, difference).
+
+    Measured on the validation set at the checkpoint.
+    """
     narrow, wide = ladder.scores.get("narrow", {}), ladder.scores.get("wide", {})
     return [
         (name, f"{value:.4f}", f"{wide[name]:.4f}" if name in wide else "–", signed(value - wide[name]) if name in wide else "–")
@@ -108,7 +119,10 @@ def scores(ladder: Ladder) -> list[tuple[str, str, str, str]]:
 
 
 def differences(ladder: Ladder) -> str:
-    """Loss of each rung minus that of BF16 over the steps, with control and margin; '' without a BF16 rung or anything finite."""
+    """Draw each rung's loss minus BF16's over the steps, with control and margin.
+
+    Returns '' without a BF16 rung or without a finite difference.
+    """
     if not ladder.recipe or WIDE not in ladder.rungs:
         return ""
     curves = {place: gaps(ladder, rung) for place, rung in enumerate(ladder.rungs.values()) if rung.name != WIDE}
@@ -125,6 +139,7 @@ def differences(ladder: Ladder) -> str:
         bands = [] if own.control is None else [CONTROLS * own.control]
         if bands:
             axes.axhspan(-bands[0], bands[0], color=several_figures.colour_of(0), alpha=0.25, linewidth=0)
+        # A margin far outside would flatten the curves.
         if math.isfinite(own.margin) and own.margin < 4 * max(map(abs, levels), default=0.0):
             bands.append(own.margin)
             for bound in (own.margin, -own.margin):
@@ -142,8 +157,9 @@ def differences(ladder: Ladder) -> str:
 
 
 def gaps(ladder: Ladder, rung: Rung) -> Points:
-    """Smoothed over a tenth of the steps."""
+    """Differences of the rung's losses from BF16's, smoothed over a tenth of the steps."""
     pairs = enumerate(zip(rung.losses, ladder.rungs[WIDE].losses, strict=False), ladder.begun + 1)
+    # Unsmoothed differences of several rungs are an unreadable tangle (docs/log.md).
     found = smooth([(step, ours - wide) for step, (ours, wide) in pairs], max(ladder.steps // 20, 1))
     return [(step, gap) for step, gap in found if math.isfinite(gap)]
 
@@ -155,7 +171,7 @@ def line(axes: Axes, place: int, points: Points, strong: bool) -> None:
 
 
 def losses(ladder: Ladder) -> str:
-    """The losses themselves, of the run's own recipe and of BF16; '' if none is finite."""
+    """Draw the losses of the run's own recipe and of BF16; '' if none is finite."""
     lines = [
         several_figures.Line(series(place)["number"], points, {})
         for place, rung in enumerate(ladder.rungs.values())

@@ -1,7 +1,8 @@
-"""Memory over one optimizer step, as a stacked picture: what is alive at the largest moment of each phase, by part.
+"""Stacked picture of memory over one optimizer step: live bytes by part at the peak of each phase.
 
-A column is a phase of the step: each block forward, the head with the loss, each block backward, the optimizer. Beside it the largest of
-them, part by part with its size, and the memory that the card can give as a line.
+A column is a phase of the step: each block forward, the head with the loss, each block backward,
+and the optimizer. Beside the columns stands the largest one, part by part with sizes. A line marks
+the memory that the card can give.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ GIB = 2**30
 WIDTH, HEIGHT = 1000, 440
 DOTS_PER_INCH = 2 * UNITS_PER_INCH
 FORMATS = (".png", ".svg", ".pdf")
-# From the bottom: what stays, then what comes and goes. Okabe and Ito's colours, paler where an area is usually large.
+# From the bottom: persistent parts, then temporary ones. Okabe and Ito's colours, paler for parts
+# that are usually large.
 PARTS: Mapping[str, tuple[str, str]] = {
     "weights": ("weights", "#4c6a85"),
     "states": ("optimizer's states", "#8fa9bf"),
@@ -35,35 +37,47 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "transient": ("at work", "#e8b64c"),
 }
 STRETCHES = {"forward": "forward", "head": "loss", "backward": "backward", "step": "update"}
-GAP = 0.055  # between two labels, in heights of the picture
-WIDE = 0.035  # of all columns: one that is no block
-LEAST = 0.004  # of the largest moment: smaller parts have no label
+GAP = 0.055  # between two labels, as a fraction of the picture's height
+WIDE = 0.035  # width of a column that is not a block, as a fraction of all columns
+LEAST = 0.004  # fraction of the peak below which a part has no label
 
 
 def refuse(path: Path) -> None:
-    """ConfigError for a file that is no picture. Before the count, which takes longer."""
+    """Raise ConfigError for a file name that is not a picture.
+
+    Called before tracing, which takes longer.
+    """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.")
+        raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.", code="picture.suffix")
 
 
 def draw(answer: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of an answer of `narrowgauge plan`. ConfigError for a file that is no picture, or cannot be written."""
+    """Write the picture of an answer of `narrowgauge plan`.
+
+    Raises ConfigError for a file name that is not a picture, or that cannot be written.
+    """
     refuse(path)
     with matplotlib.style.context(["default", STYLE]):
         try:
             figure_of(answer).savefig(path, dpi=DOTS_PER_INCH, facecolor=THEME["paper"])
         except OSError as error:
             raise ConfigError(
-                f"picture = {str(path)!r}: cannot be written: {error.strerror or error}. Name a file in a folder that is there and yours."
+                f"picture = {str(path)!r}: cannot be written: {error.strerror or error}. Name a file in a folder that is there and yours.",
+                code="picture.unwritable",
             ) from error
 
 
 def figure_of(answer: Mapping[str, Any]) -> Figure:
-    """timeline: phases with `phase` and `parts` in bytes; card, run: as the answer has them."""
+    """Draw an answer of the planner.
+
+    answer  "timeline": phases with `phase` and `parts` in bytes; "card" and "run" as `narrowgauge
+            plan` returns them
+    """
     columns, usable = merged(answer["timeline"]), answer["card"]["usable_bytes"]
     figure = Figure(figsize=(WIDTH / UNITS_PER_INCH, HEIGHT / UNITS_PER_INCH))
     axes = figure.add_axes((0.052, 0.09, 0.678, 0.73))
     most = max(columns, key=_total)
+    # The card's limit is drawn only if it is less than twice the peak; else it is a line of text.
     top = 1.08 * max(_total(most), usable if usable < 2 * _total(most) else 0) / GIB
     for each in (axes, beside := figure.add_axes((0.755, 0.09, 0.24, 0.73), sharey=axes)):
         each.set_ylim(0, top)
@@ -89,13 +103,13 @@ def _total(column: Mapping[str, Any]) -> int:
 
 
 def merged(timeline: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One column for each block, by the larger of the block and what follows it."""
+    """One column per block: the larger of the block itself and the moment after it."""
     groups = groupby(timeline, key=lambda each: each["phase"].removesuffix(" end"))
     return [max(group, key=_total) for _, group in groups]
 
 
 def _edges(columns: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Where columns begin and end; those that are no block are wider, so that they can be seen."""
+    """Edges of the columns; columns that are not blocks are wider, so that they stay visible."""
     places = [0.0]
     for each in columns:
         is_block = each["phase"][-1].isdigit()
@@ -104,7 +118,7 @@ def _edges(columns: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _stack(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> None:
-    """One step-shaped area for each part."""
+    """Draw one step-shaped area for each part."""
     base = [0.0] * len(columns)
     for part, (_, colour) in PARTS.items():
         above = [low + each["parts"].get(part, 0) / GIB for low, each in zip(base, columns, strict=True)]
@@ -115,7 +129,7 @@ def _stack(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[flo
 
 
 def _stretches(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[float], top: float) -> None:
-    """Names forward, loss, backward and update below the columns, with a line between them."""
+    """Label forward, loss, backward and update below the columns, with a line between them."""
     axes.set_xticks([])
     for name, start, end in stretches(columns):
         if start:
@@ -125,7 +139,8 @@ def _stretches(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence
 
 
 def stretches(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
-    """(kind of phase, first column, the one behind its last): backward of the head counts as the loss."""
+    """Yield (kind of phase, first column, end column); backward of the head counts as the loss."""
+    # Backward of the head is "backward" without a block number.
     kinds = ["head" if each["phase"] in ("head", "backward") else each["phase"].split()[0] for each in columns]
     if "head" not in kinds or kinds.count("backward") == 0:  # a model without blocks has one phase backward
         kinds = [each["phase"].split()[0] for each in columns]
@@ -137,7 +152,7 @@ def stretches(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, 
 def _name_others(
     axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[float], named: Mapping[str, int], top: float
 ) -> None:  # fmt: skip
-    """Writes into its area what is not there at the largest moment, as gradients are not."""
+    """Label the parts that are absent at the peak, such as gradients, inside their own area."""
     for part, (words, _) in PARTS.items():
         at = max(range(len(columns)), key=lambda place: columns[place]["parts"].get(part, 0))
         size = columns[at]["parts"].get(part, 0) / GIB
@@ -149,7 +164,7 @@ def _name_others(
 
 
 def _at_peak(axes: Axes, parts: Mapping[str, int], top: float) -> None:
-    """The largest moment as a bar, its parts named beside it."""
+    """Draw the peak as a bar with its parts named beside it."""
     axes.axis("off")
     axes.set_xlim(0, 10)
     total, base, labels = sum(parts.values()), 0.0, list[tuple[float, str]]()
@@ -162,6 +177,7 @@ def _at_peak(axes: Axes, parts: Mapping[str, int], top: float) -> None:
         base += size
     place = -1.0
     for middle, words in labels:
+        # Pushes a label up until it no longer overlaps the one below.
         place = max(middle, place + GAP * top)
         axes.plot([1.0, 1.35], [middle, place], color=THEME["muted"], linewidth=0.8)
         axes.text(1.5, place, words, fontsize=11, color=THEME["ink"], va="center")

@@ -1,8 +1,8 @@
-"""Writes report.html of a run: what was trained, how well, against what, and how its numbers fit the format.
+"""Write report.html of one run: its training, its quality, its reference, and its tensors' ranges.
 
-The input is config.toml, run.json and metrics.jsonl of the run folder and of a compare-* folder inside (docs/architecture.md). The
-page is one file, readable offline, and the same for the same input. An unfinished or crashed run gives a page too: the page
-leaves out what is missing, or says that it is missing.
+The input is config.toml, run.json and metrics.jsonl of the run folder, and of a compare-* folder
+inside it (docs/architecture.md). The page is one file, readable offline, and the same for the same
+input. An unfinished or crashed run gets a page too; missing parts are omitted or named as missing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ try:
 
     from narrowgauge.report import cards, figures, guard, spread_table, tables
 except ImportError as error:
-    raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
+    raise ConfigError(
+        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib", code="report.missing-package"
+    ) from error
 
 
 def write(run_folder: Path) -> Path:
-    """Writes report.html into the run folder and returns its path. Takes about two seconds.
+    """Write report.html into the run folder and return its path. Takes about two seconds.
 
     Raises ConfigError if this is not a run folder, StorageError if the page cannot be written.
     """
@@ -44,7 +46,9 @@ def write(run_folder: Path) -> Path:
 
 
 def environment() -> jinja2.Environment:
-    """What templates of pages have in common: strict, escaped, and the styles as variables."""
+    """Jinja environment of all pages: strict, escaped, with the styles as variables."""
+    # Autoescape, because samples and names are user text; StrictUndefined, so that a misspelt
+    # variable raises an error and is not rendered as ''.
     found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
         found.filters[spelled.__name__] = spelled
@@ -55,11 +59,12 @@ def environment() -> jinja2.Environment:
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
-    """The variables of the template."""
+    """Variables of the template."""
     reference = recorded.reference
     comparison = difference = None
     if reference is not None:
         member = lineage.Member(folder=reference.folder, run=reference.run, events=reference.events)
+        # The guard's default margin is a share of this loss, the reference's last validation loss.
         last = next((loss for _, loss in reversed(compare.evaluations(reference.events))), 0.0)
         comparison = compare.compare(
             recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out),
@@ -68,6 +73,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
         if len(comparison.curve) > 1 and not comparison.unpaired:
             difference = figures.difference(comparison.curve)
     watched, tensors = tables.tensors(recorded)
+    # The layer table is shown on its own; run.json without it stays readable.
     without_layers = {key: value for key, value in recorded.run.items() if key != "describe"}
     return {
         "recorded": recorded,
@@ -98,7 +104,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
 
 
 def status(recorded: Recorded) -> dict[str, str]:
-    """How the run ended: `kind` (colour), `word` (badge) and `text` (details)."""
+    """State of the run: `kind` (colour), `word` (badge) and `text` (details)."""
     reached = f"step {count(recorded.last_step)} of {count(recorded.run.get('steps', '?'))}"
     done = last_done(recorded)
     kind = "warn"
@@ -120,7 +126,7 @@ def status(recorded: Recorded) -> dict[str, str]:
 
 
 def nonfinite_words(recorded: Recorded, ended: int) -> str:
-    """Where a non-finite number stopped the run, and where the first sign of it was."""
+    """Sentences on the non-finite number that stopped the run, and on its first sign."""
     steps = recorded.of("step")
     stopped, what = ended, "a number"
     for step in steps:
@@ -142,7 +148,7 @@ def nonfinite_words(recorded: Recorded, ended: int) -> str:
 
 
 def loss_figure(recorded: Recorded) -> str:
-    """The loss curves; '' if there are none."""
+    """Draw the loss curves; '' if there are none."""
     if not recorded.of("step") and not recorded.of("eval"):
         return ""
     broken = compare.first_nonfinite(recorded.events)
@@ -165,7 +171,7 @@ def loss_figure(recorded: Recorded) -> str:
 
 
 def metric_figure(recorded: Recorded) -> str:
-    """The scores over the steps, else the perplexity; '' if only a loss was measured."""
+    """Draw the scores over the steps, or else the perplexity; '' if only a loss was measured."""
     shown = cards.scores(recorded) or [metric for metric in ("perplexity",) if cards.points(recorded, metric)]
     if not shown:
         return ""
@@ -177,7 +183,7 @@ def metric_figure(recorded: Recorded) -> str:
 
 
 def smoothing_radius(recorded: Recorded) -> int:
-    """Steps on either side that the drawn curve is smoothed over: a fortieth of the run, 1 to 100."""
+    """Smoothing radius of the drawn curve in steps: a fortieth of the run, 1 to 100."""
     return min(max(len(recorded.of("step")) // 40, 1), 100)
 
 

@@ -1,4 +1,4 @@
-"""Reads a run folder: the run, and the reference inside it if there is one."""
+"""Read a run folder: the run, and the reference inside it if there is one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ CONFIG = reading.Kind(most_bytes=reading.MIB, step="Restore a copy of it, or rem
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The contents of a run folder."""
+    """Contents of a run folder."""
 
     folder: Path
     run: dict[str, Any]
     events: list[Event]
-    config: str  # '' if there is no config.toml
+    config: str  # text of config.toml; '' if there is none
     reference: Recorded | None = None
-    label: str = ""  # before the name of this run on the page
-    broken_reference: str | None = None  # name of a compare-* folder that holds no readable run
+    label: str = ""  # prefix of the run's name on the page
+    broken_reference: str | None = None  # name of a compare-* folder without a readable run
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind, by step."""
+        """Events of one kind, sorted by step."""
         return sorted((event for event in self.events if event["event"] == kind), key=lambda event: event["step"])
 
     @property
     def name(self) -> str:
-        """The name of this run on the page."""
+        """Name of this run on the page."""
         return (
             self.label
             + str(self.run.get("recipe") or "this run")
@@ -51,7 +51,7 @@ class Recorded:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """The batches that it left out."""
+        """Batches that the run skipped."""
         return left_out.of_run(self.run, self.events)
 
     @property
@@ -60,13 +60,18 @@ class Recorded:
 
 
 def read(folder: Path) -> Recorded:
-    """The run in `folder` and the reference inside it, if there is one; else a branch's parent is its reference."""
+    """Read the run in `folder` and its reference.
+
+    The reference is the run in a compare-* folder inside, else the parent of a branch, else None.
+    """
     if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it."
+            f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it.",
+            code="report.no-run",
         )
     reference, broken = None, None
+    # The first readable reference is used; the page mentions a broken one.
     for inner in sorted(folder.glob("compare-*")):
         try:
             reference = read_alone(inner)
@@ -83,7 +88,7 @@ def read(folder: Path) -> Recorded:
 
 
 def read_alone(folder: Path) -> Recorded:
-    """Reads one run folder; metrics.jsonl and config.toml may be missing."""
+    """Read one run folder; metrics.jsonl and config.toml may be missing."""
     metrics, config = folder / "metrics.jsonl", folder / "config.toml"
     return Recorded(
         folder=folder,
@@ -94,8 +99,9 @@ def read_alone(folder: Path) -> Recorded:
 
 
 def last_done(recorded: Recorded) -> Event | None:
-    """The `done` event; None if the run has none or went on after it."""
+    """The `done` event; None if the run has none or was resumed after it."""
     order = [event for event in recorded.events if event["event"] in ("step", "resume", "done")]
+    # A run that was resumed after its end has `step` or `resume` events behind `done`.
     done = next((event for event in reversed(order) if event["event"] == "done"), None)
     if done is None or any(event["event"] == "resume" for event in order[order.index(done) :]):
         return None

@@ -1,10 +1,12 @@
-"""The page on any number of runs: verdict on each recipe, curves with their interval over seeds, finals, speed and memory.
+"""Page on any number of runs: verdicts on recipes, curves with intervals over seeds, and costs.
 
-    narrowgauge report A B C        run folders, in any order; the reference is --reference, else the recipe of the first
+    narrowgauge report A B C        run folders in any order; the reference is --reference, else the
+                                    recipe of the first run
     narrowgauge report STUDY        a folder of `narrowgauge study`
 
-Like the page of one run it is one file, readable offline, the same for the same input; a run that goes on or has failed is drawn as far
-as it came. A branch (run.json names its parent) is drawn from the step it left its parent at.
+Like the page of one run it is one file, readable offline, and the same for the same input. An
+unfinished or failed run is drawn up to its last step. A branch (run.json names its parent) is drawn
+from the step at which it left its parent.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ try:
     from narrowgauge.report import cards, several_curves, several_figures
     from narrowgauge.report.page import environment
 except ImportError as error:
-    raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy") from error
+    raise ConfigError(
+        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy", code="report.missing-package"
+    ) from error
 
-KINDS = {  # of a verdict -> colour of its notice
+KINDS = {  # verdict -> colour of its notice
     seeds.WORSE: "bad", seeds.DIVERGED: "bad", seeds.BETTER: "below", seeds.EQUIVALENT: "same", seeds.IDENTICAL: "same",
     seeds.NOT_WORSE: "same", seeds.UNKNOWN: "warn",
 }  # fmt: skip
-UNCHECKED = "open"  # of a verdict that a difference is absent, without a positive control: not green
+UNCHECKED = "open"  # not green: no positive control backs a verdict of no difference
 
 
 def is_study(folder: Path) -> bool:
@@ -44,41 +48,49 @@ def is_study(folder: Path) -> bool:
 
 
 def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
-    """The runs of a study that have begun."""
+    """Runs of a study that have begun."""
     facts = facts_of(folder)
     names = [f"{recipe}-seed{seed}" for recipe in facts["recipes"] for seed in facts["seeds"]]
+    # Folders of the study's runs are named recipe-seedN.
     names += [f"{POSITIVE_CONTROL}-seed{seed}" for seed in facts["seeds"] if facts.get("control", False)]
     begun = [folder / name for name in names if (folder / name / "run.json").is_file()]
     if not begun:
-        raise ConfigError(f"report: no run of the study {folder} has begun. Start it with narrowgauge study.")
+        raise ConfigError(
+            f"report: no run of the study {folder} has begun. Start it with narrowgauge study.",
+            code="report.empty-study",
+        )
     return gather(
         begun, metric=facts["metric"], margin=margin or Margin.parse(facts["margin"]), failed=facts.get("failed")
     )
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """study.json. ConfigError if it is damaged."""
+    """Contents of study.json. Raises ConfigError if it is damaged."""
     return study_file.read(folder)
 
 
 def write_folders(
     folders: Sequence[Path], path: Path | None = None, reference: str = "", metric: str = "", margin: str = ""
 ) -> Path:
-    """The page on run folders, beside the first of them unless `path` says where; or on one study, in its folder."""
+    """Write the page on run folders, or on one study.
+
+    path  file to write; default: beside the first run folder, or inside the study's folder
+    """
     chosen = Margin.parse(margin) if margin else None
     if len(folders) == 1 and is_study(folders[0]):
         facts = facts_of(folders[0])
         if reference not in ("", facts["recipes"][0]) or metric not in ("", facts["metric"]):
             raise ConfigError(
                 f"report: the study {folders[0]} has the reference {facts['recipes'][0]} and the metric {facts['metric']}. Leave "
-                "them out, or name its runs one by one."
+                "them out, or name its runs one by one.",
+                code="report.study-settings",
             )
         return write(of_study(folders[0], chosen), path or folders[0] / "report.html", facts)
     return write(gather(folders, reference, metric, chosen), path or folders[0].resolve().parent / "report.html")
 
 
 def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
-    """Writes the page to `path` and returns it. StorageError if it cannot be written."""
+    """Write the page to `path` and return it. Raises StorageError if it cannot be written."""
     source = importlib.resources.files("narrowgauge.report").joinpath("several.html.jinja").read_text(encoding="utf-8")
     text = environment().from_string(source).render(page(found, facts or {}))
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
@@ -86,7 +98,7 @@ def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -
 
 
 def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of the template."""
+    """Variables of the template."""
     verdicts = found.verdicts()
     first = found.groups[0].runs[0]
     return {
@@ -154,13 +166,14 @@ def axis_of(verdicts: Sequence[Verdict]) -> tuple[tuple[float, float], float | N
 
 
 def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """The table of finals, a row for each recipe."""
+    """Rows of the table of final values, one for each recipe."""
     by_name = {each.runs.name: each for each in verdicts}
     ends, margin = axis_of(verdicts)
     listed = []
     for place, group in enumerate(found.groups):
         runs, verdict = found.runs_of(group), by_name.get(group.name)
         values = list(runs.finite.values())
+        # Decimals that show two digits of the standard deviation over seeds.
         places = format_text.decimals(spread_of(values)) if len(values) > 1 else 4
         half = half_width(values)
         row = {
@@ -187,7 +200,7 @@ def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def control_row(found: Gathered, verdicts: Sequence[Verdict]) -> dict[str, str]:
-    """Of the positive control in the table: its difference, and whether it was told from the reference."""
+    """Table cells of the positive control: its difference, and whether the study detected it."""
     control = next((each.assay.control for each in verdicts), None)
     if control is None or control.harm is None:
         return {"verdict": "positive control"}
@@ -199,7 +212,7 @@ def control_row(found: Gathered, verdicts: Sequence[Verdict]) -> dict[str, str]:
 
 
 def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
-    """What the verdicts do not say, in sentences."""
+    """Yield sentences on the limits of the verdicts."""
     verdicts = found.verdicts()
     yield from sensitivity_words(found, verdicts)
     if any(len(each.seeds) > 1 for each in verdicts):
@@ -226,7 +239,7 @@ def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def sensitivity_words(found: Gathered, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What the reference learnt, and what it was compared with, a sentence: the same for all verdicts."""
+    """Yield one sentence on the reference's progress and its controls, which all verdicts share."""
     if not verdicts:
         return
     name, assay = found.groups[0].name, verdicts[0].assay
@@ -247,7 +260,7 @@ def sensitivity_words(found: Gathered, verdicts: Sequence[Verdict]) -> Iterator[
 
 
 def costs(found: Gathered) -> list[dict[str, str]]:
-    """Speed and memory of each recipe: medians over its runs, and how many times the reference's."""
+    """Speed and memory of each recipe: medians over its runs, and ratios to the reference."""
     listed: list[dict[str, str]] = []
     first: dict[str, float | None] = {}
     for place, group in enumerate(found.groups):
@@ -255,6 +268,8 @@ def costs(found: Gathered) -> list[dict[str, str]]:
         for key, of, show in (("speed", compare.tokens_per_s, count), ("peak", compare.peak_bytes, format_text.size)):
             values = [value for each in group.runs if (value := of(each.events)) is not None]
             median = statistics.median(values) if values else None
+            # The first group is the reference, so its median is stored for the ratios of the
+            # others.
             whole = first.setdefault(key, median)
             row[key] = show(median) if median is not None else "–"
             row[f"{key}_ratio"] = f"{median / whole:.2f}" if median and whole else ""

@@ -1,4 +1,4 @@
-"""Which curves the page on several runs shows: losses, every metric, and the paired differences of the one that is judged."""
+"""Curves on the page on several runs: losses, every metric, and paired differences."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def loss_figures(found: Gathered) -> Iterator[Figure]:
             compare.smooth([(step["step"], step["loss"]) for step in each.of("step")], smoothing_radius(each))
             for each in group.runs
         ]
+        # A recipe whose run has no step yet has no mean curve.
         if all(smoothed):
             lines.append(several_figures.mean_line(place, smoothed))
         if all(evaluated := [compare.evaluations(each.events) for each in group.runs]):
@@ -60,7 +61,7 @@ def metric_figures(found: Gathered) -> Iterator[Figure]:
 
 
 def difference_figures(found: Gathered) -> Iterator[Figure]:
-    """Paired by seed: of the judged metric at each evaluation."""
+    """Yield the figure of paired differences, by seed, of the judged metric at each evaluation."""
     reference = {seed_of(each): dict(cards.points(each, found.metric)) for each in found.groups[0].runs}
     lines = []
     for place, group in enumerate(found.groups[1:], start=1):
@@ -73,6 +74,7 @@ def difference_figures(found: Gathered) -> Iterator[Figure]:
             [(step, value - theirs[step]) for step, value in cards.points(each, found.metric) if step in theirs]
             for each, theirs in pairs
         ]
+        # Only steps evaluated in both runs of a pair enter; a pair without one has no difference.
         if curves and all(curves):
             lines.append(several_figures.mean_line(place, curves, is_dotted=True))
     if lines:
@@ -87,7 +89,7 @@ def difference_figures(found: Gathered) -> Iterator[Figure]:
 
 
 def _batches(found: Gathered) -> str:
-    """What the runs of a pair have in common, a clause."""
+    """Clause that names the batches which the runs of a pair share."""
     seeds = sorted({seed for verdict in found.verdicts() for seed in verdict.other_batches})
     if not seeds:
         return "the same batches"

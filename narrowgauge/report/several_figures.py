@@ -1,7 +1,8 @@
-"""Figures of the page on several runs: curves of each recipe with their interval over seeds, and the paired differences of the finals.
+"""Figures of the page on several runs: mean curves with intervals, and paired differences.
 
-A line is the mean over a recipe's runs; its band is the 95 % t interval of that mean, at each step by itself. No text of users stands in
-a figure: the page writes names beside them, in the colours of `SERIES`.
+A line is the mean over the runs of a recipe. Its band is the 95 % t interval of that mean, computed
+at each step separately. Figures contain no user text: the page writes names beside them, in the
+colours of `SERIES`.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ from narrowgauge.report.figures import (
     thinned,
 )
 
-# CSS variable -> the colour that stands for it while drawing; the reference first. Okabe and Ito, and Tol's purple and olive.
+# CSS variable -> the colour that stands for it while drawing; the reference first. Okabe and Ito,
+# plus Tol's purple and olive. None equals a colour of figures.THEME: text replacement must tell
+# them apart.
 SERIES = {
     "series-0": "#d55e02", "series-1": "#0072b3", "series-2": "#009e74", "series-3": "#aa3378", "series-4": "#8c7a00", "series-5": "#56b4ea"
 }  # fmt: skip
 DASHES = ((None, None), (6, 2), (2, 2))  # for more recipes than colours
-STRIP = (320, 40)  # pixels of a row's figure
+STRIP = (320, 40)  # width and height of a row's figure in pixels
 AXIS = 26
 
 
 @dataclass(frozen=True)
 class Line:
-    """One recipe: the mean over its runs, and half of the interval's width where there are two runs at least."""
+    """One recipe: the mean over its runs, and an interval if there are at least two runs."""
 
-    number: int  # of the recipe; 0 is the reference
+    number: int  # index of the recipe; 0 is the reference
     points: Points
-    half_widths: Mapping[int, float]  # step -> of the interval
-    is_dotted: bool = False  # with a marker at each point: few of them
+    half_widths: Mapping[int, float]  # step -> half the width of the interval
+    is_dotted: bool = False  # draw a marker at each point, for curves with few points
 
 
 def colour_of(number: int) -> str:
@@ -57,7 +60,7 @@ def colour_of(number: int) -> str:
 
 
 def mean_line(number: int, curves: Sequence[Points], is_dotted: bool = False) -> Line:
-    """The mean of curves at the steps that all of them have; a run that ended early ends the mean."""
+    """Mean of curves at the steps that all of them have; a run that ended early ends the mean."""
     by_step = [{step: value for step, value in curve if math.isfinite(value)} for curve in curves]
     steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
     points = [(step, statistics.fmean(each[step] for each in by_step)) for step in steps]
@@ -66,7 +69,10 @@ def mean_line(number: int, curves: Sequence[Points], is_dotted: bool = False) ->
 
 
 def curves(lines: Sequence[Line], name: str, label: str, title: str, zero: bool = False) -> str:
-    """Lines with their bands over the steps; zero: a horizontal line there, which is the reference."""
+    """Draw lines with their bands over the steps.
+
+    zero  draws a horizontal line at zero, which is the reference
+    """
     with canvas(1000, 340 if not zero else 260) as (figure, axes):
         for line in lines:
             draw(axes, line)
@@ -95,7 +101,10 @@ def draw(axes: Axes, line: Line) -> None:
 
 
 def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
-    """Limits that show every line and, of the bands, what is not far wider than the lines: two runs give wild ones."""
+    """Limits that show every line, and the bands unless they are far wider than the lines.
+
+    Intervals over two runs are often that wide.
+    """
     values = [value for line in lines for _, value in late(line.points)] + [0.0] * zero
     bands = sorted(
         value + side * line.half_widths.get(step, 0.0)
@@ -107,23 +116,27 @@ def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
         return (-0.5, 0.5) if zero else (0.0, 1.0)
     low, high = min(values), max(values)
     room = 1.5 * (high - low) or 0.05 * abs(high) or 0.5
+    # Bands may extend the limits by 1.5 times the range of the lines on either side.
     low, high = max(low - room, min(bands[0], low)), min(high + room, max(bands[-1], high))
     margin = 0.05 * (high - low) or 0.001
     return low - margin, high + margin
 
 
 def late(points: Points) -> Points:
-    """Without the first twentieth, whose steepness would flatten the rest."""
+    """Points without the first twentieth, whose steep descent would flatten the rest."""
     return points[len(points) // 20 :]
 
 
-# Finals
+# Final values
 
 
 def axis_limits(
     differences: Sequence[Sequence[float]], intervals: Sequence[tuple[float, float] | None], margin: float | None
 ) -> tuple[float, float]:
-    """One axis for the rows of all recipes: every difference and interval, zero in the middle, and the margin unless it is far away."""
+    """Common axis of all recipes' rows: every difference and interval, with zero in the middle.
+
+    Includes the margin unless it is far outside.
+    """
     shown = [abs(value) for each in differences for value in each] + [
         abs(end) for each in intervals if each for end in each
     ]
@@ -135,7 +148,7 @@ def axis_limits(
 
 def strip(name: str, number: int, differences: Sequence[float], interval: tuple[float, float] | None, margin: float | None,
           ends: tuple[float, float]) -> str:  # fmt: skip
-    """One row: a dot for each pair, their mean and its interval; the margin shaded around zero, which is the reference."""
+    """Draw one row: a dot for each pair, their mean with its interval, and the shaded margin."""
     with row(STRIP, ends) as (figure, axes):
         shade(axes, margin, ends)
         if interval:
@@ -164,11 +177,11 @@ def strip(name: str, number: int, differences: Sequence[float], interval: tuple[
 
 
 def axis(ends: tuple[float, float], margin: float | None) -> str:
-    """The axis under the rows."""
+    """Draw the axis under the rows."""
     with row((STRIP[0], AXIS), ends) as (figure, axes):
         axes.axhline(0.98, color=THEME["rule"], linewidth=1)
         for value in MaxNLocator(4, steps=(1, 2, 5, 10), symmetric=True).tick_values(*ends):
-            if 0.86 * ends[0] < value < 0.86 * ends[1]:  # the label stays inside
+            if 0.86 * ends[0] < value < 0.86 * ends[1]:  # keeps the label inside the figure
                 axes.plot([value, value], [0.98, 0.8], color=THEME["rule"], linewidth=1)
                 text = true_minus(f"{value:+.4g}") if abs(value) > 1e-12 else "0"
                 axes.text(value, 0.08, text, color=THEME["muted"], fontsize=11, ha="center")

@@ -1,7 +1,7 @@
-"""The report's table of how rows of gradients and channels of activations differ in size, a line for each layer.
+"""Table of the report, per layer: norms of gradient rows and peaks of activation channels.
 
-A strip is a histogram as one line of boxes, an octave each: the darker, the more rows or channels. All strips of a column have one
-axis, so that layers can be compared by eye.
+A strip is a histogram as one line of boxes, one octave each: the darker, the more rows or channels.
+All strips of a column share one axis, so that layers can be compared by eye.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from narrowgauge.diagnose import format_text
 from narrowgauge.report.run_data import Recorded
 
 MOST_LAYERS = 64
-WIDEST = 12  # octaves of an axis; what lies beyond is counted at its end
+WIDEST = 12  # octaves of an axis; values beyond it are counted in its end boxes
 BOX, HEIGHT = 12, 14  # CSS pixels
 
 
 def table(recorded: Recorded) -> dict[str, Any] | None:
-    """`lines`, `drawn` and `layers` (how many), by the last reading of each layer; None if nothing was read.
+    """`lines`, `drawn` and `layers` (their number) from each layer's last reading, or None.
 
-    Of more than MOST_LAYERS, those whose rows differ most.
+    Draws at most MOST_LAYERS, those with the most unequal rows.
     """
     last: dict[str, dict[str, Any]] = {}
     for event in recorded.of("spread"):
+        # Rows and channels of a layer are separate events; the last one of each kind counts.
         last.setdefault(event["module"], {}).update(
             {key: event[key] for key in ("rows", "channels", "step") if key in event}
         )
     if not last:
         return None
     chosen = sorted(last, key=lambda module: last[module].get("rows", {}).get("effective", math.inf))[:MOST_LAYERS]
-    shown = {
-        module: found for module, found in last.items() if module in chosen
-    }  # in the order of the model's backward pass
+    # In the order of the backward pass.
+    shown = {module: found for module, found in last.items() if module in chosen}
     norms = axis(found["rows"]["norms"] for found in shown.values() if "rows" in found)
     both = [found["channels"] for found in shown.values() if "channels" in found]
     peaks = axis(each[name] for each in both for name in ("peaks", "rotated_peaks"))
@@ -64,7 +64,7 @@ def line(module: str, found: Mapping[str, Any], norms: tuple[int, int], peaks: t
 
 
 def natural(module: str) -> list[tuple[int, str]]:
-    """Sorts layers.2 before layers.10."""
+    """Sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
 
 
@@ -80,7 +80,7 @@ def axis(histograms: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
 
 
 def strip(histogram: Mapping[str, Any], axis: tuple[int, int]) -> str:
-    """An SVG of boxes, with a line at 1 (the mean row, or the median channel)."""
+    """SVG of boxes, with a line at 1 (the mean row, or the median channel)."""
     low, high = axis
     shares = dict.fromkeys(range(low, high + 1), 0.0)
     for place, counted in enumerate(histogram["counts"], histogram["lowest_exponent"]):

@@ -1,4 +1,4 @@
-"""The report's lists: layers, watched tensors and notable events, as plain rows or sentences for page.html.jinja."""
+"""Lists of the report: layers, watched tensors and notable events, ready for the template."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DESCRIBE_COLUMNS = ("shape", "recipe", "output", "grad_input", "grad_weight", "b
 
 
 def layers(recorded: Recorded) -> list[dict[str, Any]]:
-    """The rows of `describe`, grouped where they differ in name and note alone.
+    """Rows of `describe`, merged where only name and note differ.
 
-    names  pattern ("layers.*.mlp.up") -> how many layers it stands for
+    names  pattern ("layers.*.mlp.up") -> number of layers
     notes  note -> names of the layers that have it
     """
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -28,13 +28,18 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
         name, note, *columns = (str(row.get(key) or "") for key in ("name", "note", *DESCRIBE_COLUMNS))
         new = {"names": Counter(), "columns": tuple(columns), "notes": {}}
         group = groups.setdefault(tuple(columns), new)
+        # Numbers in names become *, so that equal layers of all blocks share a row.
         group["names"][re.sub(r"\b\d+\b", "*", name)] += 1
         group["notes"].setdefault(note, []).append(name)
     return list(groups.values())
 
 
 def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    """(number of watched tensors, module -> its tensors among the worst SHOWN_TENSORS by lost share of values)."""
+    """(number of watched tensors, module -> its tensors to show).
+
+    Shows the SHOWN_TENSORS tensors with the largest share of values lost to underflow or
+    saturation.
+    """
     watched: dict[tuple[str, str], list[Event]] = {}
     for event in recorded.of("tensor"):
         watched.setdefault((event["module"], event["role"]), []).append(event)
@@ -49,7 +54,7 @@ def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
 
 
 def tensor(events: list[Event], name: str) -> dict[str, Any]:
-    """One tensor: its last reading, its worst shares of the run, its figures."""
+    """One tensor: its last reading, its worst shares of the run, and its figures."""
     last = events[-1]
     return {
         "role": role(last),
@@ -68,7 +73,7 @@ def tensor(events: list[Event], name: str) -> dict[str, Any]:
 
 
 def shares(events: list[Event], key: str) -> tuple[str, str]:
-    """The share at the last reading, and the largest of all readings if it differs."""
+    """Share at the last reading, and the largest share of all readings if it differs."""
     last, worst = format_text.percent(events[-1].get(key)), format_text.percent(worst_share(events, key))
     return last, f"worst {worst}" if worst != last and last != "–" else ""
 
@@ -83,7 +88,10 @@ def role(event: Event) -> str:
 
 
 def happenings(recorded: Recorded) -> list[str]:
-    """A sentence for each switch, resumption, spike, alarm, blame, reading of the GPU's idle time and non-finite amax, by step."""
+    """Sentences on notable events, sorted by step.
+
+    Covers switches, resumptions, spikes, alarms, blame, idle GPU time and non-finite amax.
+    """
     found = []
     for event in recorded.of("switch"):
         if {"layers", "before", "after"} <= event.keys():
@@ -111,7 +119,8 @@ def happenings(recorded: Recorded) -> list[str]:
     for event in recorded.of("nonfinite_amax"):
         nonfinite.setdefault(f"{role(event)} of {event.get('module', '?')}", []).append(event)
     for where, events in nonfinite.items():
-        count = format_text.plural(max(event.get("count", 1) for event in events), "reading")  # counts so far
+        # The counter is cumulative.
+        count = format_text.plural(max(event.get("count", 1) for event in events), "reading")
         until = f", the last at step {format_text.count(events[-1]['step'])}" if len(events) > 1 else ""
         text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
         found.append((events[0]["step"], text))
@@ -119,7 +128,7 @@ def happenings(recorded: Recorded) -> list[str]:
 
 
 def blamed(event: Event) -> str:
-    """What was found of the products at a step, and the line that computes the suspects in 16 bits."""
+    """Sentence on the suspect GEMMs of a step, and the setting that runs them in 16 bits."""
     if not event.get("suspects"):
         return "No product is suspect."
     said = f"{format_text.plural(len(event['suspects']), 'product')} suspect: {', '.join(event['suspects'])}."

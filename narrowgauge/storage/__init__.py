@@ -1,11 +1,13 @@
-"""Files and folders that survive a power cut: written under another name, synced to the disk, then renamed.
+"""Crash-safe files and folders: written under a temporary name, synced to disk, then renamed.
 
-A write is on the disk once its file is synced; a name (new, renamed or removed) once the folder that holds it is synced.
-So each function here syncs the content, renames, and syncs the parent. When it returns, a power cut changes nothing.
+A write is durable after its file is synced. A name (new, renamed or removed) is durable after its
+folder is synced. Each function here therefore syncs the content, renames, and syncs the parent.
+After the return, a power cut changes nothing.
 
-    write beside the place    sync files and folders    rename over the place    sync the parent
+    write beside the target    sync files and folders    rename over the target    sync the parent
 
-An OSError of the file system (full, read-only, not permitted, over a limit, broken) becomes a StorageError.
+An OSError of the file system (full, read-only, not permitted, over a limit, broken) becomes a
+StorageError.
 """
 
 from __future__ import annotations
@@ -27,41 +29,49 @@ from narrowgauge.errors import StorageError
 PROBE_BYTES = 2**20
 PROBE = re.compile(r"\.probe-\d+")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Names that `temporary` gives to drafts of cache entries and tokenizers.
-ABANDONED = re.compile(r"\.((tokens|examples)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
-ABANDONED_AFTER_S = 60  # without a write; a maker locks its draft within milliseconds
+# Names that `temporary` gives to drafts of cache entries and tokenizers. Anything else in a cache
+# folder is left alone.
+ABANDONED = re.compile(r"\.((tokens|examples|images)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
+# Age without a write from which an unlocked draft counts as abandoned. Its writer locks a draft
+# within milliseconds, but not atomically with its creation.
+ABANDONED_AFTER_S = 60
 
 
 @contextmanager
 def refusals(doing: str, path: Path, instead: str = "choose another --output") -> Iterator[None]:
-    """Turns an OSError of the body into a StorageError: "cannot <doing> <path>: <reason>"."""
+    """Converts an OSError of the body to a StorageError: "cannot <doing> <path>: <reason>"."""
     try:
         yield
     except OSError as error:
         place = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
         step = "Free some space" if error.errno in FULL else "Check that it can be written"
-        raise StorageError(f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.") from error
+        raise StorageError(
+            f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.", code="storage.refused"
+        ) from error
 
 
 def storage(folder: Path) -> AbstractContextManager[None]:
-    """`refusals` for work below the cache `folder`."""
+    """`refusals` for work in the cache folder `folder`."""
     return refusals("use the cache", folder, "pass another cache folder")
 
 
 def require_space(folder: Path, needed_bytes: float, what: str) -> None:
+    """Raises StorageError if the file system of `folder` has less than `needed_bytes` free."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise StorageError(
             f"{what} needs {needed_bytes / 2**20:.1f} MiB, but {folder} has {free / 2**20:.1f} MiB free. "
-            "Free some space, keep fewer checkpoints, or choose another --output."
+            "Free some space, keep fewer checkpoints, or choose another --output.",
+            code="storage.full",
         )
 
 
 def probe(folder: Path) -> None:
-    """Writes and removes a small file: a full or read-only disk is found before any work is done."""
+    """Writes and removes a small file, to find a full or read-only disk before any work is done."""
     path = folder / f".probe-{os.getpid()}"
     with refusals("write to", folder):
-        for left in folder.glob(".probe-*"):  # of processes that were killed: the caller holds the folder's lock
+        # Probes of killed processes. The caller holds the folder's lock, so none is in use.
+        for left in folder.glob(".probe-*"):
             if PROBE.fullmatch(left.name):
                 remove(left)
         try:
@@ -71,26 +81,30 @@ def probe(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until the content of a file, or the names in a folder, are on the disk."""
+    """Waits until a file's content, or the names in a folder, are on disk."""
+    # O_NONBLOCK: opening a named pipe would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):  # a pipe has nothing on a disk
+        # fsync fails on pipes and devices, which have nothing to sync.
+        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def flush_tree(folder: Path) -> None:
-    """Syncs all files and folders below `folder`, and `folder` itself; of links the name alone."""
+    """Syncs all files and folders below `folder`, and `folder` itself; of links only the names."""
+    # Bottom-up: a folder is synced after everything in it.
     for place, _, files in os.walk(folder, topdown=False):
         for path in (Path(place, name) for name in files):
+            # lstat: a link's target may lie outside of the tree.
             if stat.S_ISREG(path.lstat().st_mode):
                 flush(path)
         flush(Path(place))
 
 
 def make_folder(path: Path) -> None:
-    """Makes `path` and its parents where they are missing, and syncs each name that is new."""
+    """Creates `path` and its missing parents, and syncs each new name."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -98,23 +112,25 @@ def make_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Creates `path`, which must not exist, with `data` on the disk itself. Its mode follows the umask."""
+    """Creates `path`, which must not exist, with `data` on disk. Its mode follows the umask."""
     with open(path, "xb", buffering=0) as file:
         rest = memoryview(data)
-        while rest:  # an unbuffered write may be short: Linux stops at 2 GiB
+        while rest:  # an unbuffered write may be short: Linux writes 2 GiB at most
             rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
 
 
 def replace_file(path: Path, data: str | bytes, instead: str = "choose another --output") -> None:
-    """Writes `data` (text as UTF-8) to `path`: a reader, or a crash, sees the old file or the new one."""
+    """Writes `data` (text as UTF-8) to `path` atomically: readers see the old or the new file."""
     draft = path.with_name(f".{path.name}.tmp")
     with refusals("write", path, instead):
         try:
+            # A draft left by a killed process.
             draft.unlink(missing_ok=True)
             write_synced(draft, data.encode() if isinstance(data, str) else data)
             os.replace(draft, path)
             flush(path.parent)
+        # BaseException: a KeyboardInterrupt must not leave the draft behind either.
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
@@ -122,7 +138,10 @@ def replace_file(path: Path, data: str | bytes, instead: str = "choose another -
 
 @contextmanager
 def new_folder(path: Path, draft: Path) -> Iterator[Path]:
-    """Renames the folder `draft`, which the body makes and syncs, to `path`, as `replace_folder` does; removes it if the body fails."""
+    """Renames `draft`, which the body creates and syncs, to `path`; removes it if the body fails.
+
+    See `replace_folder` for an existing `path`.
+    """
     remove(draft)
     try:
         yield draft
@@ -133,11 +152,12 @@ def new_folder(path: Path, draft: Path) -> Iterator[Path]:
 
 
 def replace_folder(path: Path, draft: Path) -> None:
-    """Renames the synced folder `draft` to `path`. What was at `path` goes when the new one is on the disk.
+    """Renames the synced folder `draft` to `path`, and removes the old `path` afterwards.
 
-    A crash between the two renames leaves the old one as .old-NAME, which `recover` puts back.
+    A crash between the two renames leaves the old folder as .old-NAME, which `recover` restores.
     """
     old = path.with_name(f".old-{path.name}")
+    # A folder cannot be renamed over a non-empty one, so two renames are needed.
     replaces = os.path.lexists(path)
     if replaces:
         remove(old)
@@ -146,6 +166,7 @@ def replace_folder(path: Path, draft: Path) -> None:
         os.rename(draft, path)
     except OSError:
         if replaces:
+            # Undo: the old folder stays available if the second rename fails.
             os.rename(old, path)
         raise
     flush(path.parent)
@@ -154,10 +175,10 @@ def replace_folder(path: Path, draft: Path) -> None:
 
 
 def recover(folder: Path, names: str) -> None:
-    """Clears what a crash left of the folders whose names match the pattern `names`.
+    """Cleans up after a crash, for folders whose names match the pattern `names`.
 
-    Removes drafts (.tmp-NAME, .tmp-NAME-PID); puts back what `new_folder` had moved aside (.old-NAME).
-    The caller holds the lock of the run folder.
+    Removes drafts (.tmp-NAME, .tmp-NAME-PID), and restores folders that `new_folder` had moved
+    aside (.old-NAME). The caller must hold the lock of the run folder.
     """
     if not folder.is_dir():
         return
@@ -175,7 +196,10 @@ def recover(folder: Path, names: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder that others may read: renamed first, so that a kill leaves no half of it."""
+    """Removes a folder that others may read.
+
+    It is renamed first, so that a kill never leaves an incomplete folder under its name.
+    """
     doomed = path.with_name(f".tmp-{path.name}")
     remove(doomed)
     os.rename(path, doomed)
@@ -183,7 +207,8 @@ def discard(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, or nothing."""
+    """Removes a file, link or folder if it exists."""
+    # rmtree refuses links to folders, and must not follow them.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -191,10 +216,14 @@ def remove(path: Path) -> None:
 
 
 def refuse_shared(folder: Path) -> str:
-    """Why programs and pickles in `folder` may be another user's: a clause, or ''. A folder that is missing is made, mode 0700."""
+    """Reason why another user could have placed files in `folder`, as a clause, or ''.
+
+    For folders with programs and pickles. A missing folder is created with mode 0700.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
+        # A writable parent lets others rename the folder away and put their own in its place.
         above = [(each, each.stat().st_mode) for each in folder.resolve().parents]
     except OSError as error:
         return f"it cannot be made or read: {error.strerror or error}"
@@ -202,12 +231,13 @@ def refuse_shared(folder: Path) -> str:
         return f"it belongs to user {found.st_uid}, and you are user {os.getuid()}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to it (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
+    # The sticky bit (as on /tmp) restricts renames to the owner.
     open_ones = [each for each, mode in above if mode & stat.S_IWOTH and not mode & stat.S_ISVTX]
     return f"all users may rename what is in {open_ones[0]}" if open_ones else ""
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` that no other process uses: several may make the same cache entry."""
+    """A name beside `path` that no other process uses, since several may create one cache entry."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -219,13 +249,16 @@ def publish(draft: Path, path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, needed: bool = True) -> Iterator[None]:
-    """Holds the lock by which `sweep` knows that the maker of this file or folder lives.
+    """Holds the lock that tells `sweep` that the writer of this file or folder is alive.
 
-    BlockingIOError if another process holds it, OSError on a file system without locks; neither if it is not `needed`.
+    needed  False ignores errors: a lock held by another process, a file system without locks
+
+    If needed, raises BlockingIOError if another process holds it, OSError without lock support.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         with suppress(*(() if needed else (OSError,))):
+            # The kernel releases a flock when its process ends, even by kill -9.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -233,7 +266,7 @@ def locked(path: Path, needed: bool = True) -> Iterator[None]:
 
 
 def sweep(folder: Path) -> None:
-    """Removes the drafts in a cache folder whose makers were killed: nobody locks them, and nothing writes to them."""
+    """Removes drafts of killed processes from a cache folder: unlocked, no recent writes."""
     for path in folder.iterdir():
         if ABANDONED.fullmatch(path.name):
             with suppress(OSError), locked(path):

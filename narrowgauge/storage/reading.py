@@ -1,11 +1,16 @@
-"""The one reader of files that another program, another user or a crash may have left: records, caches, checkpoints, logs.
+"""Reads files that another program, another user or a crash may have left.
 
-A file is opened without waiting (O_NONBLOCK), so that a named pipe cannot hang the process, and read only if it is a regular file of
-at most `Kind.most_bytes`. A symbolic link in the last part of the path is refused unless the kind follows links: narrowgauge never
-writes one there. Folders above may be links, as a run folder on another disk is. JSON is strict UTF-8 with finite numbers, at most
-DEPTH levels deep, in the form that its kind requires. Every fault is the kind's error: the path, the reason and the next step.
+Records, caches, checkpoints and logs all pass through this module. A file is opened without
+blocking (O_NONBLOCK), so that a named pipe cannot hang the process. It is read only if it is a
+regular file of at most `Kind.most_bytes`. A symbolic link as the last component of the path is
+refused unless the kind follows links, because narrowgauge never creates one there. Parent folders
+may be links, such as a run folder on another disk.
 
-Left out: files that the user names as input (follow_links, no owner), and files of the kernel under /proc and /sys.
+JSON must be strict UTF-8 with finite numbers, at most DEPTH levels deep, in the form that its kind
+requires. Every fault raises the kind's error with the path, the reason and the next step.
+
+Out of scope: ownership of files that the user names as input (follow_links), and kernel files under
+/proc and /sys.
 """
 
 from __future__ import annotations
@@ -24,8 +29,8 @@ from typing import IO, Any, NoReturn
 
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 
-LONGEST_REASON = 600  # characters
-DEPTH = 100  # levels of lists and objects; our own records have 12
+LONGEST_REASON = 600  # characters of a reason in a message
+DEPTH = 100  # levels of nested lists and objects; narrowgauge's own records have 12
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 NOT_REGULAR = (
     (stat.S_ISDIR, "a folder"),
@@ -38,14 +43,15 @@ NOT_REGULAR = (
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of file.
+    """A kind of file and the rules for reading it.
 
-    most_bytes    of one file
-    step          the next step for the user, as sentences
-    error         class of the error for a file that cannot be used
-    refused       class of the error where the file system refuses, if it is another
-    follow_links  whether a symbolic link may stand in the place of the file
-    only_own      whether the file must belong to this user or to root, and nobody else may write to it
+    most_bytes    largest size
+    step          next step for the user, in sentences
+    error         error class for an unusable file
+    refused       error class if the file system refuses, if it differs
+    follow_links  True if the file may be a symbolic link
+    only_own      True if the file must belong to this user or root, and others must not write
+                  it
     form          returns a clause about a JSON value that does not fit, or ''
     """
 
@@ -58,14 +64,18 @@ class Kind:
     form: Callable[[Any], str] | None = None
 
     def refusal(self, path: Path, reason: str) -> NarrowgaugeError:
-        if len(reason) > LONGEST_REASON:  # it may quote the file
+        """The error for a file, with the reason and the next step."""
+        if len(reason) > LONGEST_REASON:  # a reason may quote the file's content
             reason = f"{reason[:LONGEST_REASON]} ..."
         return self.error(f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}")
 
 
 @contextmanager
 def opened(path: Path, kind: Kind) -> Iterator[BufferedReader]:
-    """A regular file, open for reading. The kind's error also for an OSError while the body reads."""
+    """Opens a regular file for reading.
+
+    An OSError while the body reads raises the kind's error, too.
+    """
     with _refusing(path, kind):
         descriptor = _descriptor(path, kind, os.O_RDONLY)
         with open(descriptor, "rb") as file:
@@ -73,20 +83,20 @@ def opened(path: Path, kind: Kind) -> Iterator[BufferedReader]:
 
 
 def opened_to_append(path: Path, kind: Kind) -> IO[bytes]:
-    """A regular file, made if need be, open for reading and for unbuffered writes at its end. Without the limit of size."""
+    """Opens or creates a regular file for reading and unbuffered appends, without a size limit."""
     with _refusing(path, kind):
         return open(_descriptor(path, kind, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+", buffering=0)
 
 
 def bytes_of(path: Path, kind: Kind) -> bytes:
-    """The whole content. A file that grows meanwhile is read to a size that it had."""
+    """The whole content. If the file grows meanwhile, it is read up to its earlier size."""
     with opened(path, kind) as file:
-        # The size first: read(most_bytes) would allocate as much as the largest file may have.
+        # read(most_bytes) would allocate a buffer of the largest allowed size.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def text_of(path: Path, kind: Kind, errors: str = "strict") -> str:
-    """As UTF-8."""
+    """Content decoded as UTF-8."""
     try:
         return bytes_of(path, kind).decode("utf-8", errors)
     except UnicodeDecodeError as error:
@@ -94,7 +104,7 @@ def text_of(path: Path, kind: Kind, errors: str = "strict") -> str:
 
 
 def json_of(path: Path, kind: Kind) -> Any:
-    """The value of a JSON file in the kind's form."""
+    """Value of a JSON file in the kind's form."""
     data = bytes_of(path, kind)
     try:
         value = strict_json(data)
@@ -106,13 +116,17 @@ def json_of(path: Path, kind: Kind) -> Any:
 
 
 def strict_json(data: bytes | str) -> Any:
-    """The value of JSON text. ValueError for anything else: NaN, infinite numbers, more than DEPTH levels, text that is not UTF-8."""
+    """Value of a JSON text.
+
+    Raises ValueError for NaN, infinite numbers, more than DEPTH levels, and text that is not UTF-8.
+    """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         value = STRICT.decode(text)
         _refuse_depth(value)
     except UnicodeDecodeError as error:
         raise ValueError(_not_utf8(error)) from None
+    # json's C scanner raises RecursionError too, depending on the interpreter's stack.
     except RecursionError:
         raise ValueError(f"its lists and objects are more than {DEPTH} levels deep") from None
     except json.JSONDecodeError as error:
@@ -121,14 +135,17 @@ def strict_json(data: bytes | str) -> Any:
 
 
 def refuse_special_files(folder: Path, kind: Kind) -> None:
-    """The kind's error if `folder` holds a pipe, a device, a dangling link, or a .json file above the limit.
+    """Raises the kind's error if `folder` holds a file that its reader would block on.
 
-    For folders that a library reads by itself, as transformers reads a model. Checks the files directly in the folder.
+    Such files are pipes, devices, dangling links, and .json files above the limit. For folders that
+    a library reads by itself, as transformers reads a model's. Only files directly in the folder
+    are checked.
     """
     with _refusing(folder, kind):
         for entry in sorted(os.scandir(folder), key=lambda each: each.name):
             path = Path(entry.path)
             try:
+                # stat follows links: Hub snapshots consist of links.
                 found = os.stat(path)
             except FileNotFoundError:
                 raise kind.refusal(path, "is a link to a file that is not there") from None
@@ -140,6 +157,7 @@ def _descriptor(path: Path, kind: Kind, flags: int) -> int:
     nofollow = 0 if kind.follow_links else os.O_NOFOLLOW
     descriptor = os.open(path, flags | nofollow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
+        # fstat on the open file, not stat on the path: the path could be exchanged in between.
         found = os.fstat(descriptor)
         _refuse_stat(found, path, kind, limits_size=not flags & os.O_APPEND)
     except BaseException:
@@ -166,12 +184,14 @@ def _refuse_stat(found: os.stat_result, path: Path, kind: Kind, limits_size: boo
 
 @contextmanager
 def _refusing(path: Path, kind: Kind) -> Iterator[None]:
-    """Turns an OSError into the kind's error; ValueError is that of a path with a zero byte."""
+    """Converts an OSError to the kind's error."""
     try:
         yield
     except OSError as error:
+        # O_NOFOLLOW on a link gives ELOOP, as does a cycle of links.
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise kind.refusal(path, "cannot be read: it is a symbolic link, not a regular file") from error
+        # open() on a socket gives ENXIO.
         if error.errno == errno.ENXIO:
             raise kind.refusal(path, "cannot be read: it is a socket or a device, not a regular file") from error
         refused = replace(kind, error=kind.refused or kind.error)
@@ -183,6 +203,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(digits: str) -> float:
+    # float("1e999") is inf without an error.
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:40]} is larger than any float64")
@@ -193,6 +214,8 @@ STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _refuse_depth(value: Any) -> None:
+    """Raises RecursionError if a value is nested more than DEPTH levels deep."""
+    # Level by level instead of recursively, so that the check itself needs no stack.
     level = [value]
     for _ in range(DEPTH):
         level = [

@@ -68,7 +68,8 @@ def blame_run(
     """
     if trainer.parallel.pipeline is not None:
         raise ConfigError(
-            "blame: a rank of a pipeline has a stage of the model alone. Blame a copy of the run that has no pp."
+            "blame: a rank of a pipeline has a stage of the model alone. Blame a copy of the run that has no pp.",
+            code="blame.pipeline",
         )
     with undone(trainer, where):
         compute = _next_step(trainer)

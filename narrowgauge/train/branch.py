@@ -70,7 +70,8 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
         if parent.step >= config.steps:
             raise ConfigError(
                 f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at steps = {config.steps}. Raise --steps, or "
-                f"start from an earlier checkpoint. {place.existing(start.run)}"
+                f"start from an earlier checkpoint. {place.existing(start.run)}",
+                code="branch.past-end",
             )
         # Recipe "auto" measures on the device
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())
@@ -113,7 +114,8 @@ def begin_apart(config: TrainConfig, path: Path) -> list[str]:
         except BrokenProcessPool:
             raise OutOfMemoryError(
                 f"from = {config.parent!r}: the process that begins the branch was killed, as by a system that runs out of memory: parent "
-                "and branch are both in it. Begin it in one process, and go on with --resume on several ranks."
+                "and branch are both in it. Begin it in one process, and go on with --resume on several ranks.",
+                code="memory.branch",
             ) from None
 
 
@@ -178,13 +180,15 @@ def _take_weights(parent: Trainer, branch: Trainer) -> None:
     if parent.config.freeze and names != here:
         raise ConfigError(
             f"freeze = {parent.config.freeze!r}: frozen weights are kept as codes of the parent's recipe, which the branch does not have. "
-            "Keep the recipe of the frozen layers, with --recipes."
+            "Keep the recipe of the frozen layers, with --recipes.",
+            code="branch.frozen-codes",
         )
     different = names ^ here or {name for name in names if saved[name].shape != own[name].shape}
     if different:
         raise CheckpointError(
             f"from = {branch.config.parent!r}: a checkpoint of another model: {min(different)!r} is not in both, or has another shape. "
-            "Branch with the model of the parent."
+            "Branch with the model of the parent.",
+            code="branch.other-model",
         )
     with torch.no_grad():
         for name in here:

@@ -81,9 +81,11 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
     is repeated on one.
     """
     if under_torchrun():
-        raise ConfigError("debug: repeats a stretch of a run in one process. Start it without torchrun.")
+        raise ConfigError(
+            "debug: repeats a stretch of a run in one process. Start it without torchrun.", code="debug.torchrun"
+        )
     if steps < 1 or at < 1:
-        raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.")
+        raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.", code="debug.counts")
     config = replace(place.settings_of(run), plan="never")
     start = place.at_or_before(run, at)
     with RunFolder.reading(run):  # raises BusyError before the data are read
@@ -142,12 +144,14 @@ def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int
         until = "its end" if last == end else f"its switch of recipes at step {last + 1}"
         raise ConfigError(
             f"debug: {run} has {plural(left, 'step')} between its checkpoint of step {begun} and {until}, and at least {needed} are "
-            f"needed. Name an earlier --at. {place.existing(run)}"
+            f"needed. Name an earlier --at. {place.existing(run)}",
+            code="debug.too-few-steps",
         )
     if wanted < needed:
         raise ConfigError(
             f"debug: --at {at} --steps {steps}: that is {plural(wanted, 'step')} from the checkpoint of step {begun}, and at least "
-            f"{needed} are needed; {run} has {left} of them. Give --steps {needed - (at - begun)} or more."
+            f"{needed} are needed; {run} has {left} of them. Give --steps {needed - (at - begun)} or more.",
+            code="debug.stretch",
         )
     return min(wanted, left)
 

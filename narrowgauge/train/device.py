@@ -37,14 +37,16 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise ConfigError(f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.")
+        raise ConfigError(f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.", code="device.name")
     device = torch.device(name)
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
-        raise ConfigError(f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.")
+        raise ConfigError(
+            f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.", code="device.missing"
+        )
     return torch.device("cuda", device.index or 0)
 
 
@@ -155,7 +157,8 @@ def refuse_without_compiler(device: torch.device) -> None:
         language, package, variable = ("C++", "g++", "CXX") if device.type == "cpu" else ("C", "gcc", "CC")
         raise ConfigError(
             f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
-            f"Install {package}, name one in the variable {variable}, or train without --compile."
+            f"Install {package}, name one in the variable {variable}, or train without --compile.",
+            code="compile.no-compiler",
         )
 
 
@@ -178,7 +181,8 @@ def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
         if shared := storage.refuse_shared(folder):
             raise ConfigError(
                 f"{variable} = '{folder}': what is compiled is kept there and run from there, but {shared}. "
-                f"Name a folder of your own with mode 0700, or unset {variable}."
+                f"Name a folder of your own with mode 0700, or unset {variable}.",
+                code="compile.unsafe-folder",
             )
         environment[variable] = str(folder)
         if folder != own:

@@ -70,7 +70,8 @@ class Unguarded(Watch):
         if known.get("wide"):
             raise ConfigError(
                 f"output = {self.trainer.config.output!r}: the guard of this run has put it into BF16 until its next check. Resume with "
-                "--guard as it was, as --guard then=stay with its other keys."
+                "--guard as it was, as --guard then=stay with its other keys.",
+                code="guard.left-in-bf16",
             )
         if known.get("switched") is not None:
             self.trainer.stages = with_given(self.trainer.stages, self.trainer.model, self.trainer.config, facts)

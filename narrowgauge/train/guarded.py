@@ -99,14 +99,16 @@ class Guard(Watch):
         if not has_narrow(trainer.model):
             raise ConfigError(
                 f"guard = {config.guard!r}: no product of recipe {config.recipe!r} is narrower than 16 bits, and no embedding has "
-                "codes, so there is nothing to guard. Remove guard, or name a narrow recipe."
+                "codes, so there is nothing to guard. Remove guard, or name a narrow recipe.",
+                code="guard.not-converted",
             )
         if self.settings.recipe:
             try:
                 self._stages(0, self.settings.recipe)
             except ConfigError as error:
                 raise ConfigError(
-                    f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'."
+                    f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'.",
+                    code="guard.then",
                 ) from None
 
     # --- schedule

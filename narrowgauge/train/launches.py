@@ -47,7 +47,10 @@ def graphed_step(
         cuda_graphs.make_capturable(optimizer, device)
     reasons = [] if recorder is not None else cuda_graphs.refuse(model, optimizer, device, scaler)
     if reasons:
-        raise ConfigError(f"cuda_graph = true: {'; '.join(reasons)}. Train without --cuda-graph, or change that.")
+        raise ConfigError(
+            f"cuda_graph = true: {'; '.join(reasons)}. Train without --cuda-graph, or change that.",
+            code="cuda-graphs.unsupported",
+        )
 
     def call(**inputs: Tensor) -> Tensor:
         targets = inputs.pop(TARGETS)

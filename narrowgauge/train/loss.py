@@ -38,7 +38,10 @@ def targets_of_step(batches: list[Batch], step: int) -> int:
     """
     total = sum(valid_targets(batch) for batch in batches)
     if total == 0:
-        raise DataError(f"step {step}: the batch has no valid target, every label is {IGNORED}. Look at the data.")
+        raise DataError(
+            f"step {step}: the batch has no valid target, every label is {IGNORED}. Look at the data.",
+            code="targets.none-valid",
+        )
     return total
 
 
@@ -75,7 +78,8 @@ def check_labels(labels: Tensor, classes: int) -> bool:
     if low < 0 or high >= classes:
         raise DataError(
             f"target {low if low < 0 else high} is outside the {classes} classes (0 ... {classes - 1}). "
-            f"Use the tokenizer that the model was made for, or {IGNORED} for tokens that do not count."
+            f"Use the tokenizer that the model was made for, or {IGNORED} for tokens that do not count.",
+            code="chunked-loss.class",
         )
     return True
 
@@ -115,7 +119,8 @@ class Objective:
         reason, softcap = ("as asked for", None) if config.loss == "whole" else _refuse_chunks(model, computes_in)
         if slices and reason:
             raise ConfigError(
-                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'."
+                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'.",
+                code="loss.slices",
             )
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
         description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"

@@ -46,7 +46,10 @@ class MetricsLog:
         self._board_folder = tensorboard or path
         if tensorboard:
             if not importlib.util.find_spec("tensorboard"):
-                raise ConfigError("tensorboard = true: the package is not installed. Run: pip install tensorboard.")
+                raise ConfigError(
+                    "tensorboard = true: the package is not installed. Run: pip install tensorboard.",
+                    code="metrics.no-tensorboard",
+                )
             from torch.utils.tensorboard import SummaryWriter  # lazy: the import takes 2 s
 
             self._board = SummaryWriter(str(tensorboard))

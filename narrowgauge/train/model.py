@@ -63,7 +63,10 @@ def build(
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     if config.embedding_codes and (words := embeddings.problem(model)):
-        raise ConfigError(f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.")
+        raise ConfigError(
+            f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.",
+            code="convert.embedding-codes",
+        )
     # Without any recipe, skip convert: it requires at least one Linear.
     if config.layers_recipe or patterns["*"] is not None:
         # `run_metadata.emulated_on_gpu` prints this before the first step
@@ -158,7 +161,8 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
     where = config.model
     if where.startswith((".", "/", "~")) and not Path(where).expanduser().is_dir():
         raise ConfigError(
-            f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
+            f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub.",
+            code="model.no-folder",
         )
     if Path(where).is_dir():
         reading.refuse_special_files(Path(where), OF_MODELS)
@@ -197,13 +201,15 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
             f"model = {where!r}: holds no weights for {missing[0]!r}{more} of {type(model).__name__}, which would start at random. "
-            "Pass a whole model, or --from-scratch."
+            "Pass a whole model, or --from-scratch.",
+            code="model.missing-weights",
         )
     for name, weight in model.state_dict().items():
         if count := nonfinite(weight):
             raise ConfigError(
                 f"model = {where!r}: weight {name!r} holds {count} values that are not finite, of {weight.numel()}. "
-                "Pass a model whose weights are whole."
+                "Pass a model whose weights are whole.",
+                code="weights.not-finite",
             )
     return model
 
@@ -221,7 +227,8 @@ def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> Confi
     said = str(error).split("Model type should be one of", 1)[0].rstrip(". ")
     return ConfigError(
         f"model = {where!r}: transformers cannot load it as a {model_class.words}: {said}. "
-        "Pass a folder or hub name of one with safetensors whose code is part of transformers."
+        "Pass a folder or hub name of one with safetensors whose code is part of transformers.",
+        code="model.unloadable",
     )
 
 
@@ -233,7 +240,8 @@ def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
-            f"{key} = {length}: {type(model).__name__} knows positions up to {longest}. Set {key} to {longest} or less."
+            f"{key} = {length}: {type(model).__name__} knows positions up to {longest}. Set {key} to {longest} or less.",
+            code="model.positions",
         )
     rows = model.get_input_embeddings().weight.shape[0]
     # Ids may have gaps, so len(tokenizer) is not enough
@@ -241,7 +249,8 @@ def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key
     if ids > rows:
         raise DataError(
             f"tokenizer with ids up to {ids - 1}, but the model embeds {rows}. "
-            "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch."
+            "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch.",
+            code="model.vocabulary",
         )
 
 
@@ -290,7 +299,7 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
         try:
             changes = widened(model, now, chosen_recipe(config, entry.recipe), entry.layers, entry.products)
         except ConfigError as error:
-            raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}") from None
+            raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused") from None
         first = entry.after_step(config.steps) + 1
         found.append(Stage(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
         now |= changes

@@ -88,7 +88,7 @@ def file_of(where: str, name: str) -> Path | None:
 
 
 def _refusal(where: str, name: str, words: str) -> ConfigError:
-    return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
+    return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}", code="model.file")
 
 
 def export(
@@ -107,7 +107,8 @@ def export(
     if {name: weight.shape for name, weight in weights.items()} != shapes:
         raise CheckpointError(
             f"{best.path(best.step)}: its {len(weights)} weights are not the {len(shapes)} of this model. "
-            "Restore it; or remove it and resume, to export the last weights."
+            "Restore it; or remove it and resume, to export the last weights.",
+            code="model.best-weights",
         )
     with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):
         with quiet(), _storage_errors(draft):

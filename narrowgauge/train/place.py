@@ -76,7 +76,10 @@ def config_of(run: Path) -> Path:
     folder = RunFolder(run)
     if not os.path.lexists(folder.config):
         what = "has no config.toml" if run.is_dir() else "is not there"
-        raise ConfigError(f"{run}: {what}. Name the folder of a run, perhaps with one of its steps, as runs/first@100.")
+        raise ConfigError(
+            f"{run}: {what}. Name the folder of a run, perhaps with one of its steps, as runs/first@100.",
+            code="run.place",
+        )
     return folder.config
 
 
@@ -91,7 +94,8 @@ def at_or_before(run: Path, step: int) -> Place:
     if not earlier:
         later = "Name a later step" if steps_of(run) else "Train it to its first checkpoint"
         raise ConfigError(
-            f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run."
+            f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run.",
+            code="run.no-checkpoint",
         )
     return Place(run, earlier[-1])
 
@@ -134,7 +138,8 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
     """Raises ConfigError if a branch of a run with settings `parent` cannot have `config`."""
     if Path(config.output).resolve() == Place.of(config.parent).run.resolve():
         raise ConfigError(
-            f"from = {config.parent!r}: a branch has a folder and a log of its own, and output is its parent's. Choose another --output."
+            f"from = {config.parent!r}: a branch has a folder and a log of its own, and output is its parent's. Choose another --output.",
+            code="branch.output",
         )
     free = NUMBERS | STEPS | MAY_CHANGE
     wrong = [
@@ -148,7 +153,8 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
         allowed = ", ".join(key_of(each) for each in fields(TrainConfig) if each.name in NUMBERS | STEPS)
         raise ConfigError(
             f"from = {config.parent!r}: a branch cannot have {'; '.join(wrong)}. Drop the change, or train anew. It may differ in "
-            f"{allowed}."
+            f"{allowed}.",
+            code="branch.changed",
         )
 
 

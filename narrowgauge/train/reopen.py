@@ -70,17 +70,24 @@ def _step_of(place: Place, folder: RunFolder) -> tuple[int | None, bool]:
     """
     steps = steps_of(place.run)
     if not steps:
-        raise ConfigError(f"{place}: {existing(place.run)} Train it to its first checkpoint, or name another run.")
+        raise ConfigError(
+            f"{place}: {existing(place.run)} Train it to its first checkpoint, or name another run.",
+            code="run.no-checkpoint",
+        )
     if place.step is None:
         return None, True
     if place.step == BEST:
         kept = [manifest.read(path).step for path in manifest.newest_first(folder.best)]
         if not kept:
-            raise ConfigError(f"{place}: the run has kept no best weights (see --best). {existing(place.run)}")
+            raise ConfigError(
+                f"{place}: the run has kept no best weights (see --best). {existing(place.run)}", code="run.no-best"
+            )
         # Two exist if a kill came before the older was removed: use the newer
         return kept[0], kept[0] in steps
     if place.step not in steps:
-        raise ConfigError(f"{place}: no checkpoint of step {place.step}. {existing(place.run)}")
+        raise ConfigError(
+            f"{place}: no checkpoint of step {place.step}. {existing(place.run)}", code="run.no-checkpoint"
+        )
     return int(place.step), True
 
 
@@ -93,7 +100,8 @@ def _take_weights(trainer: Trainer, folder: RunFolder, step: int) -> None:
     own = trainer.model.state_dict()
     if wrong := [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]:
         raise CheckpointError(
-            f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step."
+            f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step.",
+            code="model.best-weights",
         )
     with torch.no_grad():
         for name, tensor in weights.items():

@@ -84,7 +84,8 @@ class RunFolder:
                 except BlockingIOError:
                     raise BusyError(
                         f"{path}: {_holder(lock)} is training there, and removes checkpoints as it goes. Wait for it, or stop it: "
-                        "it goes on with --resume."
+                        "it goes on with --resume.",
+                        code="run.busy",
                     ) from None
             yield cls(path)
 
@@ -108,7 +109,8 @@ class RunFolder:
                 hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
-                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
+                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output.",
+                    code="run.exists",
                 )
             storage.probe(path)
             for checkpoints in (folder.checkpoints, folder.best, folder.guard):
@@ -142,7 +144,8 @@ def hold(lock: IO[bytes], path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BusyError(
-            f"output = '{path}': {_holder(lock)} is training there. Wait for it, stop it, or choose another --output."
+            f"output = '{path}': {_holder(lock)} is training there. Wait for it, stop it, or choose another --output.",
+            code="run.busy",
         ) from None
     lock.truncate(0)
     lock.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
@@ -172,5 +175,6 @@ def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
         listed = "; ".join(changes)
         raise ConfigError(
             f"output = '{config.output}': cannot resume with {listed}. Drop the change, or start a branch, which has a folder and a log of "
-            f"its own: narrowgauge train --from {shlex.quote(config.output)} --output NEW, with the changes."
+            f"its own: narrowgauge train --from {shlex.quote(config.output)} --output NEW, with the changes.",
+            code="resume.changed",
         )

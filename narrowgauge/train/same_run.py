@@ -27,11 +27,13 @@ def refuse(
     if found.step > steps:
         raise ConfigError(
             f"steps = {steps}: the run is at step {found.step} already, in {found.path}. "
-            f"Resume with --steps {found.step} or more."
+            f"Resume with --steps {found.step} or more.",
+            code="resume.steps",
         )
     if problem := forms.refuse(facts, state.FACTS):
         raise CheckpointError(
-            f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
+            f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one.",
+            code="checkpoint.state",
         )
     # Older checkpoints lack these keys and were written with these values. Any other missing key
     # counts as equal.
@@ -40,13 +42,15 @@ def refuse(
         if facts.get(key, before.get(key, own)) != own:
             raise CheckpointError(
                 f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
-                "Resume with the settings that wrote it, or start anew in another --output."
+                "Resume with the settings that wrote it, or start anew in another --output.",
+                code="resume.other-settings",
             )
     for key, own in identity.items():
         if facts[key] != own:
             raise DataError(
                 f"{found.path}: trained with another {key.replace('content_hash', 'data content')} than "
-                f"{config.data!r} has now. Restore the data, or start anew in another --output."
+                f"{config.data!r} has now. Restore the data, or start anew in another --output.",
+                code="resume.other-data",
             )
     # A switch given as a share of the run moves with --steps. It must not move across the
     # checkpoint.
@@ -54,5 +58,6 @@ def refuse(
     if past != stored:
         raise ConfigError(
             f"steps = {steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had happened, but in a run "
-            f"of {steps} steps {past or 'none'} would have. Resume with the steps it had, or start anew in another --output."
+            f"of {steps} steps {past or 'none'} would have. Resume with the steps it had, or start anew in another --output.",
+            code="resume.switches",
         )

@@ -104,15 +104,18 @@ def refuse(trainer: Trainer, steps: int) -> None:
     if config.cuda_graph:
         raise ConfigError(
             "a stretch of steps that do not count: cuda_graph = true replays the products of the recipe, and graphs of others would want "
-            "memory of their own. Train without --cuda-graph."
+            "memory of their own. Train without --cuda-graph.",
+            code="probe.cuda-graph",
         )
     if trainer.step + steps > config.steps:
         raise ConfigError(
-            f"a stretch of {steps} steps from step {trainer.step}: the run has {config.steps} steps. Take a shorter one."
+            f"a stretch of {steps} steps from step {trainer.step}: the run has {config.steps} steps. Take a shorter one.",
+            code="probe.past-end",
         )
     if trainer.pending is not None and trainer.pending.steps:
         raise ConfigError(
-            f"a stretch from step {trainer.step}: {len(trainer.pending.steps)} steps were launched and not read. Read them first."
+            f"a stretch from step {trainer.step}: {len(trainer.pending.steps)} steps were launched and not read. Read them first.",
+            code="probe.pending",
         )
 
 

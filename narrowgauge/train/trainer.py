@@ -590,7 +590,8 @@ class Trainer:
         raise NumericsError(
             f"step {number}: loss {loss}, gradient norm {grad_norm}. It appeared first at {where}. "
             f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
-            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'."
+            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'.",
+            code="loss.not-finite",
         )
 
     @torch.no_grad()

@@ -79,7 +79,8 @@ class GuardMixin:
         if getattr(self, "is_deepspeed_enabled", False) or self.args.n_gpu > 1:
             raise ConfigError(
                 "GuardedTrainer: DeepSpeed and DataParallel take steps where they cannot be taken back. Use one process for each GPU "
-                "with DDP or FSDP, or leave the guard out."
+                "with DDP or FSDP, or leave the guard out.",
+                code="guard.trainer-parallel",
             )
         self.micro_batches: list[dict[str, Any]] = []  # of the current optimizer step
         self.step_losses: list[Tensor] = []

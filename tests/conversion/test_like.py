@@ -17,6 +17,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
 from tests.compare import assert_same
+from tests.raising import raises
 
 WORDS, WIDTH = 40, 32
 PATTERNS: list[object] = [
@@ -171,20 +172,20 @@ def test_the_state_is_a_copy() -> None:
 
 def test_what_cannot_follow_is_refused_before_anything_changes() -> None:
     policy, reference = two()
-    with pytest.raises(ConfigError, match=r"no layer of the first model, Model, is converted"):
+    with raises(ConfigError, "convert-like.not-converted", "Model"):
         ng.convert_like(policy, reference)
     ng.convert(policy, "fp8-current")
-    with pytest.raises(ConfigError, match="both models are one object"):
+    with raises(ConfigError, "convert-like.same-model"):
         ng.convert_like(policy, policy)
     reference.blocks[0].extra = nn.Linear(32, 32)
-    with pytest.raises(ConfigError, match=r"Linear 'blocks.0.extra' of the second model is not in the first one"):
+    with raises(ConfigError, "convert-like.missing-in-first", "Linear"):
         ng.convert_like(policy, reference)
     del reference.blocks[0].extra
     reference.blocks[1].down = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(ConfigError, match=r"'blocks.1.down' is \[32, 32\] in the second model and \[32, 64\]"):
+    with raises(ConfigError, "convert-like.shape", "[32, 32]", "[32, 64]"):
         ng.convert_like(policy, reference)
     del reference.blocks[1].down
-    with pytest.raises(ConfigError, match=r"Linear 'blocks.1.down' of the first model is not in the second one"):
+    with raises(ConfigError, "convert-like.missing-in-second", "Linear"):
         ng.convert_like(policy, reference)
     assert not any(isinstance(each, QLinear) for each in reference.modules())
 

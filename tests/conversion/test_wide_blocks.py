@@ -14,6 +14,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.recipe import WideBlocks
 from narrowgauge.structure import Block, blocks
 from tests.compare import assert_same
+from tests.raising import coded, raises
 from tests.small_model import recipe_names
 
 
@@ -124,17 +125,17 @@ def test_converting_again_and_back_forgets_the_rule():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"share": 0}, "share is 0; it must lie between 0 and 1"),
-        ({"share": 1.0}, "share is 1.0"),
-        ({"share": True}, "share is True"),
-        ({"first": -1}, "first is -1; it must be a whole number of blocks"),
-        ({"smallest": 2.5}, r"smallest is 2\.5"),
+        ({"share": 0}, coded("wideblocks.share", "share", "is 0", "0 and")),
+        ({"share": 1.0}, coded("wideblocks.share", "share")),
+        ({"share": True}, coded("wideblocks.share", "share", "True")),
+        ({"first": -1}, coded("wideblocks.first", "first", "is -1")),
+        ({"smallest": 2.5}, coded("wideblocks.smallest", "smallest", "2.5")),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(arguments, words):
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, words):
         WideBlocks(**arguments)
-    with pytest.raises(ConfigError, match=r"wide_blocks is 0\.15; it must be a WideBlocks"):
+    with raises(ConfigError, "recipe.wide_blocks", "wide_blocks", "0.15"):
         ng.Recipe(name="x", wide_blocks=0.15)
 
 
@@ -148,7 +149,7 @@ def test_a_switch_widens_and_never_narrows():
     names = recipe_names(model)
     assert names["lm_head"] == "none" and names["body.layers.6.up"] == "bf16" and names["body.layers.0.up"] == "fp8-row"
     assert set(changed) == {name for name, recipe in names.items() if recipe == "fp8-row"}
-    with pytest.raises(ConfigError, match="'nvfp4' would change nothing: in output, grad_input, grad_weight"):
+    with raises(ConfigError, "switch.no-change", "'nvfp4'", "output, grad_input, grad_weight"):
         ng.switch(model, "nvfp4")
 
 
@@ -207,20 +208,20 @@ def test_switched_layers_compute_by_their_new_recipe():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"recipe": "bf16", "layers": "layers.9.*"}, r"pattern 'layers\.9\.\*' names no converted layer"),
-        ({"recipe": "bf16", "products": ("forward",)}, r"products = \('forward',\): must be some of"),
-        ({"recipe": "bf16", "products": "forward"}, r"products = \('forward',\): must be some of"),
-        ({"recipe": "bf16", "products": ()}, r"products = \(\): must be some of"),
-        ({"recipe": 8}, "8 is not a recipe"),
-        ({"recipe": "fp9"}, "no recipe 'fp9'"),
+        ({"recipe": "bf16", "layers": "layers.9.*"}, coded("pattern.no-match", "'layers.9.*'")),
+        ({"recipe": "bf16", "products": ("forward",)}, coded("switch.products", "('forward',)")),
+        ({"recipe": "bf16", "products": "forward"}, coded("switch.products", "('forward',)")),
+        ({"recipe": "bf16", "products": ()}, coded("switch.products", "= ()")),
+        ({"recipe": 8}, coded("switch.not-a-recipe", "8 is")),
+        ({"recipe": "fp9"}, coded("recipes.unknown", "'fp9'")),
         (
             {"recipe": "int4-hq-lss"},
-            "'int4-hq-lss' learns steps, parameters that an optimizer made before does not know",
+            coded("switch.learned-steps", "'int4-hq-lss'"),
         ),
     ],
 )
 def test_switches_that_cannot_be_meant_are_refused(arguments, words):
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, words):
         ng.switch(ng.convert(Model(), "mxfp4"), **arguments)
 
 

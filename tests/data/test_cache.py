@@ -14,6 +14,7 @@ from narrowgauge.data import cache
 from narrowgauge.data.cache import Damaged, cached, open_entry
 from narrowgauge.errors import StorageError
 from narrowgauge.storage import locked, storage, sweep, temporary
+from tests.raising import coded, raises
 
 NAME = f"tokens-{'0' * 32}"
 SIDES = {"train": [1, 2, 3, 4], "validation": [5, 6]}
@@ -177,7 +178,7 @@ def test_an_entry_that_another_process_makes_meanwhile_is_used_if_it_is_whole(tm
 
 def test_an_entry_that_vanishes_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "open_entry", lambda path: None)
-    with pytest.raises(StorageError, match=r"missing though it was just written.*another cache folder"):
+    with raises(StorageError, "cache.removed"):
         make(tmp_path, SIDES)
 
 
@@ -189,7 +190,7 @@ def test_a_disk_that_returns_other_bytes_than_it_took_is_told(tmp_path, monkeypa
         publish(draft, path)
 
     monkeypatch.setattr(cache, "publish", rot)
-    with pytest.raises(StorageError, match=r"train.bin has 0 bytes, not 8, though it was just written. Check the disk"):
+    with raises(StorageError, "cache.damaged", "0 bytes"):
         make(tmp_path, SIDES)
 
 
@@ -221,7 +222,7 @@ def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
     assert (tmp_path / NAME).exists()
 
 
-@pytest.mark.parametrize("name", ["tokens", "examples"])
+@pytest.mark.parametrize("name", ["tokens", "examples", "images"])
 def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is_not(tmp_path, name):
     """A kill gives back the lock and leaves the folder. All but the fresh one are older than a minute."""
     killed, living, fresh = (temporary(tmp_path / f"{name}-{'0' * 32}") for _ in range(3))
@@ -243,7 +244,10 @@ def test_the_key_depends_on_every_fact():
     assert cache.key_of(dict(reversed(facts.items()))) == cache.key_of(facts)
 
 
-@pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, "Free some space"), (errno.EROFS, "can be written")])
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [(errno.ENOSPC, coded("storage.refused", "Free some space")), (errno.EROFS, coded("storage.refused"))],
+)
 def test_what_the_file_system_refuses_is_a_storage_error(tmp_path, code, step):
-    with pytest.raises(StorageError, match=step), storage(tmp_path):
+    with raises(StorageError, step), storage(tmp_path):
         raise OSError(code, os.strerror(code))

@@ -10,6 +10,7 @@ from narrowgauge.data.collate import Collator
 from narrowgauge.data.plan import Batching
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.errors import ConfigError, DataError
+from tests.raising import raises
 
 
 def example(*ids, **more):
@@ -64,20 +65,20 @@ def test_a_packed_batch():
 
 @pytest.mark.parametrize("labels", [1, np.array([1, 2, 3])])
 def test_what_is_no_causal_example_is_not_packed(labels):
-    with pytest.raises(ConfigError, match="cannot be packed"):
+    with raises(ConfigError, "collator.labels"):
         Collator(pad_id=0)([[{"input_ids": [1, 2], "labels": labels}]])
 
 
 def test_what_cannot_be_collated_is_refused():
-    with pytest.raises(DataError, match="batch is empty"):
+    with raises(DataError, "collator.empty"):
         Collator(pad_id=0)([])
-    with pytest.raises(DataError, match="mixes examples with packed rows"):
+    with raises(DataError, "collator.mixed"):
         Collator(pad_id=0)([example(1), [example(2), example(3)]])
-    with pytest.raises(DataError, match="9 tokens, but the widths end at 8"):
+    with raises(DataError, "collator.widths", "9 tokens", "at 8"):
         Collator(pad_id=0, widths=(8,))([example(*range(9))])
-    with pytest.raises(ConfigError, match="attention 'flash'"):
+    with raises(ConfigError, "collator.attention", "'flash'"):
         Collator(pad_id=0, attention="flash")
-    with pytest.raises(ConfigError, match="pad_id -1"):
+    with raises(ConfigError, "collator.pad-id", "pad_id -1"):
         Collator(pad_id=-1)
 
 

@@ -19,6 +19,7 @@ from narrowgauge.data.sources import records
 from narrowgauge.data.targets import coloured_sample
 from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.errors import ConfigError, DataError
+from tests.raising import coded, raises
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 PLAIN = (
@@ -115,7 +116,7 @@ def test_a_token_across_the_border_counts_as_prompt_and_is_told(write, llama_lik
 
 def test_a_doubled_beginning_is_refused(write, llama_like, tmp_path):
     path = write([{"prompt": "a", "completion": "b"}, {"prompt": "<s>the", "completion": " tile"}])
-    with pytest.raises(DataError, match=r"rows.jsonl:2: begins with <s> twice"):
+    with raises(DataError, "tokenizer.doubled-token", "<s>", "jsonl:2"):
         prepare_examples(path, Completion(), llama_like, cache=tmp_path)
 
 
@@ -124,7 +125,7 @@ def test_rows_without_a_target(write, llama_like, tmp_path, policy):
     path = write([{"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"}])
     options = {"cache": tmp_path, "limits": Limits(no_target=policy)}
     if policy == "error":
-        with pytest.raises(DataError, match=r"1 of 2 rows have no target.*first is .*rows.jsonl:1"):
+        with raises(DataError, "examples.no-target", "1 of", "of 2", "2 rows", "jsonl:1"):
             prepare_examples(path, Completion(), llama_like, **options)
         assert not list(tmp_path.glob("*examples*"))
     else:
@@ -138,7 +139,7 @@ def test_rows_that_are_too_long(write, llama_like, tmp_path, policy):
     path = write([{"prompt": "a", "completion": "b" * 50}, {"prompt": "a", "completion": "b"}])
     options = {"cache": tmp_path, "limits": Limits(max_length=8, too_long=policy)}
     if policy == "error":
-        with pytest.raises(DataError, match=r"1 of 2 rows are longer than max_length 8; the longest has 53 tokens"):
+        with raises(DataError, "examples.too-long", "1 of", "of 2", "max_length 8", "has 53"):
             prepare_examples(path, Completion(), llama_like, **options)
     else:
         found = prepare_examples(path, Completion(), llama_like, **options)
@@ -174,7 +175,7 @@ def test_a_template_that_changes_earlier_answers_is_refused(write, chat_tokenize
     chat_tokenizer.chat_template = FORGETFUL
     thinking = [*CHAT[:1], {"role": "assistant", "content": "<think>hm</think>A block."}, *CHAT[2:]]
     path = write([{"messages": thinking}])
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template renders answer 1 differently"):
+    with raises(DataError, "chat.unstable-template", "answer 1", "jsonl:1", "1 differently"):
         prepare_examples(path, Chat(), chat_tokenizer, cache=tmp_path)
     found = prepare_examples(path, Chat(train_on="last"), chat_tokenizer, cache=tmp_path)
     assert learnt(chat_tokenizer, found[0]) == "Its largest magnitude.<|im_end|>\n"
@@ -182,7 +183,7 @@ def test_a_template_that_changes_earlier_answers_is_refused(write, chat_tokenize
 
 def test_a_template_that_doubles_the_beginning_is_refused(write, chat_tokenizer, tmp_path):
     chat_tokenizer.chat_template = "{{ bos_token }}{{ bos_token }}" + PLAIN
-    with pytest.raises(DataError, match=r"rows.jsonl:1: begins with <s> twice"):
+    with raises(DataError, "tokenizer.doubled-token", "<s>", "jsonl:1"):
         prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
     chat_tokenizer.chat_template = "{{ bos_token }}" + PLAIN
     found = prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
@@ -223,10 +224,10 @@ def test_what_is_no_chat_is_refused_with_its_line(write, chat_tokenizer, tmp_pat
 
 def test_a_template_may_refuse_and_must_exist(write, chat_tokenizer, tmp_path):
     chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template refuses the messages: roles must alternate"):
+    with raises(DataError, "chat.template-refuses", "roles must alternate", "jsonl:1"):
         prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
     chat_tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="no chat template"):
+    with raises(ConfigError, "chat.no-template"):
         prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
 
 
@@ -249,13 +250,13 @@ def test_classes_by_name_and_by_number(write, llama_like, tmp_path):
 @pytest.mark.parametrize("label", ["2", "-1", "1.5", "good", "--1", pytest.param("9" * 5000, id="long")])
 def test_a_label_outside_the_classes_is_refused_with_its_line(write, llama_like, tmp_path, label):
     path = write(f"label,text\n1,a\n{label},b\n", "rows.csv")
-    with pytest.raises(DataError, match=rf"rows.csv:3: label '{label}' in column 'label' is not a class from 0 to 1"):
+    with raises(DataError, "classification.number", label):
         prepare_examples(path, Classification(classes=2), llama_like, cache=tmp_path)
 
 
 def test_a_name_that_is_no_class_is_refused_with_the_nearest(write, llama_like, tmp_path):
     path = write([{"text": "a", "label": "goood"}])
-    with pytest.raises(DataError, match=r"rows.jsonl:1: label 'goood'.*Closest: 'good'"):
+    with raises(DataError, "classification.label", "'goood'", "jsonl:1", "'good'"):
         prepare_examples(path, Classification(classes=("bad", "good")), llama_like, cache=tmp_path)
 
 
@@ -291,18 +292,26 @@ def test_seq2seq_has_two_sides(write, llama_like, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "prompt,completion\na,b\nc\n", r"a.csv:3: 1 fields, but the header has 2"),
-        ("a.csv", "promt,completion\na,b\n", r"a.csv:1: no column 'prompt'. Closest: 'promt'"),
-        ("a.tsv", "prompt\tcompletion\na\tb\tc\n", r"a.tsv:2: 3 fields"),
-        ("a.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"a.jsonl:2: no column 'completion'"),
-        ("a.jsonl", '{"prompt": "a", "completion": 3}\n', r"a.jsonl:1: column 'completion' holds a number \(3\)"),
-        ("a.jsonl", '{"prompt": \n', r"a.jsonl:1: malformed or truncated JSON"),
-        ("a.txt", "prompt\n", r"a.txt: no table"),
-        ("a.csv", "prompt,completion\n", r"no row is left of 0"),
+        ("a.csv", "prompt,completion\na,b\nc\n", coded("table.fields", "1 fields", "has 2", "csv:3")),
+        ("a.csv", "promt,completion\na,b\n", coded("table.no-column", "'prompt'", "csv:1", "'promt'")),
+        ("a.tsv", "prompt\tcompletion\na\tb\tc\n", coded("table.fields", "3 fields", "tsv:2")),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n',
+            coded("table.no-column", "'completion'", "jsonl:2"),
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": 3}\n',
+            coded("table.cell", "'completion'", "a number (3)", "jsonl:1"),
+        ),
+        ("a.jsonl", '{"prompt": \n', coded("table.json", "jsonl:1")),
+        ("a.txt", "prompt\n", coded("source.no-table")),
+        ("a.csv", "prompt,completion\n", coded("examples.none-left", "of 0")),
     ],
 )
 def test_malformed_rows_are_refused_with_file_and_line(write, llama_like, tmp_path, name, text, message):
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, message):
         prepare_examples(write(text, name), Completion(), llama_like, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
 
@@ -322,7 +331,7 @@ def test_a_parquet_column_of_messages(chat_tokenizer, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": CHAT}]), path)
     found = prepare_examples(path, Chat(), chat_tokenizer, cache=tmp_path)
     assert "largest magnitude" in learnt(chat_tokenizer, found[0])
-    with pytest.raises(DataError, match="no column 'chat'"):
+    with raises(DataError, "table.no-column", "'chat'"):
         list(records(path, ["chat"]))
 
 
@@ -434,11 +443,11 @@ def test_a_slow_tokenizer_is_refused_for_many_rows_unless_asked_for(write, tmp_p
     few = write([{"text": "abc", "label": 1}] * 3, "few.jsonl")
     assert prepare_examples(few, task, Slow(), cache=tmp_path)[2]["input_ids"].tolist() == [97, 98, 99]
     many = write([{"text": "abc", "label": 1}] * 4, "many.jsonl")
-    with pytest.raises(ConfigError, match=r"Slow is a slow tokenizer.*more than 3 texts.*allow_slow=True"):
+    with raises(ConfigError, "tokenizer.slow", "allow_slow=True", "Slow", "than 3", "3 texts"):
         prepare_examples(many, task, Slow(), cache=tmp_path)
     assert len(prepare_examples(many, task, Slow(), cache=tmp_path, allow_slow=True)) == 4
     chat = write([{"prompt": "a", "completion": "b"}], "completion.jsonl")
-    with pytest.raises(ConfigError, match="does not know which characters"):
+    with raises(ConfigError, "tokenizer.no-offsets"):
         prepare_examples(chat, Completion(), Slow(), cache=tmp_path)
 
 

@@ -14,6 +14,7 @@ from narrowgauge.data.image_files import pictures
 from narrowgauge.data.image_sizes import Preprocessing
 from narrowgauge.data.images import ImageBatches, prepare_images
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from tests.raising import coded, raises
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -158,22 +159,22 @@ def spoilt(name, folder):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("truncated", r"dog/b.png: cannot be decoded.*truncated"),
-        ("empty", r"dog/b.png: cannot be decoded"),
-        ("text", r"dog/b.png: cannot be decoded"),
-        ("a flipped byte", r"dog/b.png: cannot be decoded"),
-        ("16 bits", r"dog/b.png: its pixels have more than 8 bits"),
-        ("a bomb", r"dog/b.png: Image size .* pixels\) exceeds limit"),
-        ("postscript", r"dog/b.png: cannot be decoded"),
-        ("another file", r"dog/notes.txt: no picture by its name"),
-        ("beside", r"lost.png: a picture beside the folders of classes"),
-        ("no picture", r"bird: this class has no picture"),
-        ("another class", r"dogs/a.png: label 'dogs' in column 'label' is none of the 2 classes. Closest: 'dog'"),
+        ("truncated", coded("image.undecodable")),
+        ("empty", coded("image.undecodable")),
+        ("text", coded("image.undecodable")),
+        ("a flipped byte", coded("image.undecodable")),
+        ("16 bits", coded("image.depth", "8 bits")),
+        ("a bomb", coded("image.too-large")),
+        ("postscript", coded("image.undecodable")),
+        ("another file", coded("image.suffix")),
+        ("beside", coded("image.no-class")),
+        ("no picture", coded("image.empty-class")),
+        ("another class", coded("classification.label", "'dogs'", "'label'", "the 2", "2 classes")),
     ],
 )
 def test_faulty_pictures_are_errors_with_their_path(folder, tmp_path, fault, words):
     spoilt(fault, folder)
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, words):
         read(folder, tmp_path)
     assert not list((tmp_path / "cache").glob("images-*"))
 
@@ -181,15 +182,15 @@ def test_faulty_pictures_are_errors_with_their_path(folder, tmp_path, fault, wor
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"image": "cat/none.png", "label": "cat"}, r"rows.jsonl:1: there is no picture .*none.png"),
-        ({"image": 3, "label": "cat"}, r"rows.jsonl:1: column 'image' holds a number, neither the path nor the bytes"),
-        ({"image": "", "label": "cat"}, r"rows.jsonl:1: column 'image' holds empty str"),
-        ({"picture": "cat/a.png", "label": "cat"}, r"no column 'image'"),
+        ({"image": "cat/none.png", "label": "cat"}, coded("image.missing", "jsonl:1")),
+        ({"image": 3, "label": "cat"}, coded("image.cell", "'image'", "a number", "jsonl:1")),
+        ({"image": "", "label": "cat"}, coded("image.cell", "'image'", "empty str", "jsonl:1")),
+        ({"picture": "cat/a.png", "label": "cat"}, coded("table.no-column", "'image'")),
     ],
 )
 def test_faulty_rows_are_errors_with_their_line(folder, tmp_path, row, words):
     path = write(folder / "rows.jsonl", json.dumps(row).encode())
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, words):
         read(path, tmp_path)
 
 
@@ -202,7 +203,7 @@ def test_turned_pictures_stand_and_transparent_ones_are_counted(tmp_path):
     image.save(tmp_path / "data" / "a" / "turned.png", exif=exif)
     noise(1, (8, 4), "RGBA").save(tmp_path / "data" / "a" / "clear.png")
     size = Preprocessing(height=8, width=4, resize=None)
-    with pytest.raises(ConfigError, match="fewer than the 4 x 8 that are cut"):
+    with raises(ConfigError, "image.too-small", "8 that", "4 x", "the 4", "x 8"):
         read(tmp_path / "data", tmp_path, size, Classification(classes=("a", "b")))
     (tmp_path / "data" / "a" / "clear.png").unlink()
     found = read(tmp_path / "data", tmp_path, size, Classification(classes=("a", "b")))
@@ -232,7 +233,7 @@ def test_a_disk_without_room_is_told_before_anything_is_decoded(folder, tmp_path
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(StorageError, match="5 pictures of 8 x 8 pixels take"):
+    with raises(StorageError, "image.cache-space", "5 pictures", "of 8", "x 8", "8 x"):
         read(folder, tmp_path)
 
 
@@ -248,7 +249,7 @@ def test_pictures_that_change_while_they_are_read(folder, tmp_path, monkeypatch)
         return real(*given)
 
     monkeypatch.setattr(images, "decoded", decoded)
-    with pytest.raises(DataError, match="the pictures changed while they were read"):
+    with raises(DataError, "data.changed"):
         read(folder, tmp_path)
 
 

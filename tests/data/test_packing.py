@@ -3,13 +3,13 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data.rows import block_mask, cumulative_lengths, pack, positions
 from narrowgauge.errors import DataError
+from tests.raising import raises
 
 
 def best_fit_by_search(lengths, row_length):
@@ -47,7 +47,7 @@ def test_many_documents_fill_their_rows():
 
 
 def test_a_document_longer_than_a_row_is_refused():
-    with pytest.raises(DataError, match="1 of 2 examples are longer than row_length 8; the longest has 9"):
+    with raises(DataError, "packing.too-long", "1 of", "of 2", "row_length 8", "has 9"):
         pack([9, 3], 8)
 
 

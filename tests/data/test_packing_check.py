@@ -8,6 +8,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from narrowgauge.data.collate import Collator, check_packing
 from narrowgauge.errors import ConfigError
+from tests.raising import raises
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -76,7 +77,7 @@ def test_a_global_first_token_is_found():
             attention_mask[..., 0] = True
             return super().forward(attention_mask=attention_mask, **inputs)
 
-    with pytest.raises(ConfigError, match="mixes packed documents"):
+    with raises(ConfigError, "packing.mixes"):
         check_packing(Sinking(llama(attn_implementation="sdpa"), ()), Collator(pad_id=0))
 
 
@@ -101,13 +102,13 @@ def test_absolute_positions_restart(attention):
     ids=["ignores", "ignores in bfloat16", "convolves"],
 )
 def test_a_leak_is_refused(model):
-    with pytest.raises(ConfigError, match="mixes packed documents"):
+    with raises(ConfigError, "packing.mixes"):
         check_packing(model(), Collator(pad_id=0))
 
 
 def test_a_cache_turns_positions_into_a_leak():
     """transformers derives the mask from positions only without a cache; so the collator asks for none."""
-    with pytest.raises(ConfigError, match="mixes packed documents"):
+    with raises(ConfigError, "packing.mixes"):
         check_packing(
             Ignoring(llama(attn_implementation="sdpa"), ("use_cache",)), Collator(pad_id=0, attention="positions")
         )
@@ -115,12 +116,12 @@ def test_a_cache_turns_positions_into_a_leak():
 
 def test_positions_that_run_on_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, initializer_range=0.2))
-    with pytest.raises(ConfigError, match="otherwise than alone"):
+    with raises(ConfigError, "packing.positions"):
         check_packing(Ignoring(model, ("position_ids",)), Collator(pad_id=0))
 
 
 def test_variable_length_arrays_without_a_kernel_for_them_are_refused():
-    with pytest.raises(ConfigError, match="mixes packed documents"):
+    with raises(ConfigError, "packing.mixes"):
         check_packing(
             Ignoring(llama(attn_implementation="sdpa"), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")),
             Collator(pad_id=0, attention="varlen"),

@@ -10,6 +10,7 @@ import pytest
 from narrowgauge.data import Limits, Questions, prepare_examples, records
 from narrowgauge.data.questions import KNOWN, OFFSETS, TEXT
 from narrowgauge.errors import ConfigError, DataError
+from tests.raising import coded, raises
 from tests.train.tasks import folders
 
 CONTEXT = "the red tile and the green scale and the blue code and the grey row and the red amax and the blue tile"
@@ -132,21 +133,21 @@ def bad(**changes):
     [
         (
             bad(answers=[{"text": "grey", "answer_start": 3}]),
-            r"rows.jsonl:2: the answer 'grey' does not stand at character 3 .* where ' red' is",
+            coded("questions.answer-place", "'grey'", "character 3", "' red'", "jsonl:2"),
         ),
-        (bad(answers=[{"text": "grey", "answer_start": -1}]), "does not stand at character -1"),
-        (bad(answers=[{"text": " ", "answer_start": 3}]), "an answer is empty"),
-        (bad(answers="grey"), "'grey', which is no JSON"),
-        (bad(answers={"text": ["grey"], "answer_start": []}), "without equally long lists"),
-        (bad(answers=[{"text": "grey"}]), r"holds the answer .* Write a list of objects"),
-        (bad(answers=[{"text": "grey", "answer_start": "5"}]), "texts and whole numbers"),
-        (bad(answers=None), "holds None"),
-        (bad(context=" "), "column 'context' is empty"),
-        (bad(question=7), r"column 'question' holds a number \(7\)"),
+        (bad(answers=[{"text": "grey", "answer_start": -1}]), coded("questions.answer-place", "character -1")),
+        (bad(answers=[{"text": " ", "answer_start": 3}]), coded("questions.empty-answer")),
+        (bad(answers="grey"), coded("questions.json", "'grey'")),
+        (bad(answers={"text": ["grey"], "answer_start": []}), coded("questions.lists")),
+        (bad(answers=[{"text": "grey"}]), coded("questions.answer")),
+        (bad(answers=[{"text": "grey", "answer_start": "5"}]), coded("questions.answer")),
+        (bad(answers=None), coded("questions.answers", "None")),
+        (bad(context=" "), coded("questions.empty-column", "'context'")),
+        (bad(question=7), coded("table.cell", "'question'", "a number (7)")),
     ],
 )
 def test_a_row_that_is_wrong_is_named(tmp_path, rows, said):
-    with pytest.raises(DataError, match=said):
+    with raises(DataError, said):
         prepared(tmp_path, rows, folders.word_tokenizer())
 
 
@@ -172,14 +173,14 @@ def test_a_file_that_is_not_squads(tmp_path, text, said):
 
 def test_a_question_that_leaves_no_room_is_refused_or_skipped(tmp_path):
     rows = [ROWS[0], {**ROWS[0], "question": "which " * 12}]
-    with pytest.raises(DataError, match=r"1 of 2 rows are longer than max_length 16; .* the first is .*rows.jsonl:2"):
+    with raises(DataError, "examples.too-long", "1 of", "of 2", "max_length 16", "2 rows"):
         prepared(tmp_path, rows, folders.word_tokenizer(), max_length=16)
     found = prepared(tmp_path, rows, folders.word_tokenizer(), max_length=16, too_long="skip")
     assert (found.sizes(TEXT) > 0).sum() == 1
     # where all of it fits, no room is needed
     short = [{**rows[1], "context": "red tile", "answers": []}]
     assert len(prepared(tmp_path, short, folders.word_tokenizer(), max_length=70, stride=60)) == 1
-    with pytest.raises(ConfigError, match="windows cut no context"):
+    with raises(ConfigError, "examples.windows"):
         prepared(tmp_path, rows, folders.word_tokenizer(), max_length=16, too_long="truncate")
-    with pytest.raises(ConfigError, match="stride -1"):
+    with raises(ConfigError, "questions.stride", "stride -1"):
         Questions(stride=-1)

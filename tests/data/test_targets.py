@@ -14,6 +14,7 @@ from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.collate import Collator
 from narrowgauge.data.targets import count_targets, squared_loss, step_loss, summed_loss, trainer_loss
 from narrowgauge.errors import DataError
+from tests.raising import raises
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 CUTS = {"8x1": 8, "2x4": 2, "1x8": 1}
@@ -141,7 +142,7 @@ def test_the_count_is_after_the_shift():
 
 def test_all_labels_masked_is_an_error():
     labels = torch.tensor([[7, IGNORED, IGNORED]])
-    with pytest.raises(DataError, match="no valid target in 1 micro-batches"):
+    with raises(DataError, "targets.none-valid", "in 1", "1 micro"):
         count_targets([{"labels": labels}], "causal-lm")
     assert float(summed_loss(torch.zeros(1, 3, 5), labels, "causal-lm")) == 0
 

@@ -17,6 +17,7 @@ from narrowgauge.data import fingerprint, load, train_bpe
 from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
 from narrowgauge.errors import ConfigError, DataError, StorageError
 from narrowgauge.storage import locked, temporary
+from tests.raising import coded, raises
 
 TEXTS = ["the scale of a tile\n" * 30, "the amax of a tile\n" * 20, "größe 数 🙂"]
 
@@ -149,25 +150,29 @@ def test_processes_that_train_the_same_tokenizer_at_once(texts, tmp_path, monkey
 
 
 def test_training_refuses_what_cannot_work(tmp_path):
-    with pytest.raises(ConfigError, match="vocab_size: 256 is below 257"):
+    with raises(ConfigError, "tokenizer.vocabulary-size", "256", "257", "vocab_size"):
         train_bpe(TEXTS, 256, tmp_path)
-    with pytest.raises(DataError, match="no text to train a tokenizer on"):
+    with raises(DataError, "tokenizer.no-text"):
         train_bpe([], 300, tmp_path)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(StorageError, match="cannot use the cache"):
+    with raises(StorageError, "storage.refused", "use"):
         train_bpe(TEXTS, 270, tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 @pytest.mark.parametrize(
-    ("message", "step"), [("No space left on device (os error 28)", "Free some space"), ("?", "Check")]
+    ("message", "step"),
+    [
+        ("No space left on device (os error 28)", coded("storage.refused", "Free some space")),
+        ("?", coded("storage.refused")),
+    ],
 )
 def test_what_the_rust_half_raises_while_writing_is_a_storage_error(tmp_path, monkeypatch, message, step):
     def refuse(*_, **__):
         raise Exception(message)  # this bare class is what `tokenizers` raises
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", refuse)
-    with pytest.raises(StorageError, match=step):
+    with raises(StorageError, step):
         train_bpe(TEXTS, 270, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -188,23 +193,21 @@ def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is
 
 def test_load_refuses_a_missing_folder_without_asking_the_hub(tmp_path):
     for name in (tmp_path / "none", str(tmp_path / "none"), "./none", "a/b/c"):
-        with pytest.raises(DataError, match="no such folder"):
+        with raises(DataError, "tokenizer.no-folder"):
             load(name)
 
 
 def test_load_names_the_folder_that_was_meant(tmp_path, monkeypatch):
     (tmp_path / "my-encoder").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"no such folder\. The folder with the closest name is 'my-encoder'"):
+    with raises(DataError, "tokenizer.no-folder", "'my-encoder'"):
         load("./my-encodr")
-    with pytest.raises(
-        DataError, match=r"no folder here, and on the Hub.* The folder with the closest name is 'my-enc"
-    ):
+    with raises(DataError, "tokenizer.unusable"):
         load("my-encodr")
 
 
 def test_load_refuses_an_unknown_model():
-    with pytest.raises(DataError, match="no folder here, and on the Hub no usable tokenizer"):
+    with raises(DataError, "tokenizer.unusable"):
         load("no-such-organisation/no-such-model")
 
 
@@ -212,13 +215,13 @@ def test_load_refuses_an_unknown_model():
 def test_load_refuses_a_malformed_file(tmp_path, content):
     trained = train_bpe(TEXTS, 270, tmp_path)
     (trained.folder / "tokenizer.json").write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match="no usable tokenizer"):
+    with raises(DataError, "tokenizer.unusable"):
         load(trained.folder)
 
 
 def test_load_refuses_a_slow_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8")
-    with pytest.raises(DataError, match="CanineTokenizer is a slow tokenizer"):
+    with raises(DataError, "tokenizer.slow", "CanineTokenizer"):
         load(tmp_path)
 
 
@@ -242,7 +245,7 @@ def test_load_never_runs_code_that_comes_with_a_model(tmp_path):
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "own.py").write_text("open(__file__ + '.ran', 'w')\nclass Own: pass\n", encoding="utf-8")
-    with pytest.raises(DataError, match="no usable tokenizer"):
+    with raises(DataError, "tokenizer.unusable"):
         load(tmp_path)
     assert not list(tmp_path.glob("*.ran"))
 
@@ -312,5 +315,5 @@ def test_the_plain_backend_neither_truncates_nor_pads_nor_changes_the_original(t
 def test_a_tokenizer_without_end_of_text_is_refused(tokenizer):
     twin = copy.deepcopy(tokenizer)
     twin.eos_token = None
-    with pytest.raises(DataError, match="no end-of-text token"):
+    with raises(DataError, "tokenizer.no-end-of-text"):
         end_of_text(twin)

@@ -10,6 +10,7 @@ from narrowgauge.cli import main
 from narrowgauge.diagnose import lineage
 from narrowgauge.errors import ConfigError
 from narrowgauge.report import run_data
+from tests.raising import coded, raises
 
 
 def write(folder, recipe, losses, first=1, parent=None, **facts):
@@ -71,21 +72,21 @@ def test_a_parent_that_was_moved_is_said_and_not_needed(family, tmp_path):
     first.rename(tmp_path / "elsewhere")
     found = lineage.compare([bf16, control])
     assert sum("its parent is expected at" in note for note in found.notes) == 2 and found.controls
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with raises(ConfigError, "compare.no-run", "is not a folder"):
         lineage.compare([first, bf16])
 
 
 def test_runs_on_other_batches_are_refused(family, tmp_path):
     first = family(0.0)[0]
     for name, facts, words in (
-        ("other", {"data": {"source": "csv"}}, "other data"),
-        ("seed", {"seed": 1}, "another seed"),
-        ("size", {"parameters": 11}, "another model"),
+        ("other", {"data": {"source": "csv"}}, coded("compare.other-batches")),
+        ("seed", {"seed": 1}, coded("compare.other-batches")),
+        ("size", {"parameters": 11}, coded("compare.other-batches")),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, words):
             lineage.compare([first, write(tmp_path / name, "bf16", [1.0], **facts)])
     for wrong in ([first], [first, first]):
-        with pytest.raises(ConfigError, match="two runs or more, each once"):
+        with raises(ConfigError, "compare.one-run"):
             lineage.compare(wrong)
 
 

@@ -19,6 +19,7 @@ from narrowgauge.ops.registry import Device
 from narrowgauge.plan import Step, count
 from tests.compare import assert_same
 from tests.memory.models import batch, llama, step
+from tests.raising import raises
 from tests.selection import quick
 
 HOPPER = Device("cuda", (9, 0), cuda=(12, 9))
@@ -289,7 +290,7 @@ def test_compiled_blocks():
     assert_same(gradients(model, torch.compile(model, backend="aot_eager")), expected)
     eager = blocks(3)
     checkpoint(eager, "sqrt")
-    with pytest.raises(ConfigError, match=r"Call narrowgauge.memory.compile_blocks\(model\)"):
+    with raises(ConfigError, "checkpointing.compiled", "compile_blocks"):
         gradients(eager, torch.compile(eager, backend="aot_eager"))
     compile_blocks(eager, backend="aot_eager")
     assert_same(gradients(eager), expected)

@@ -14,6 +14,7 @@ from narrowgauge.nn.amax_history import AmaxHistory, roll_history
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import IN_USE, update_amax
 from narrowgauge.recipe import Gemm, Recipe, Window
+from tests.raising import raises
 
 
 def window(**settings: object) -> AmaxHistory:
@@ -146,7 +147,7 @@ def test_two_windows_for_one_tensor_are_refused() -> None:
     forward = recipes.FP8_DELAYED.output.lhs
     assert forward is not None
     other = replace(forward, calibrate=Window(length=16))
-    with pytest.raises(ConfigError, match="x is cast with two different windows"):
+    with raises(ConfigError, "recipe.two-windows"):
         Recipe(name="two", output=Gemm(lhs=forward, rhs=forward), grad_weight=Gemm(lhs=forward, rhs=other))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import narrowgauge as ng
-from benchmarks.linear_overhead import IMPORTED, counted, trip
+from benchmarks.linear_overhead import IMPORTED, code_lines, counted, python_calls, trip
 from narrowgauge import recipes
 from narrowgauge.addresses import validity
 from narrowgauge.nn import linear_function
@@ -21,7 +22,8 @@ from tests.compare import assert_same
 
 
 def test_the_three_products_stand_on_one_page():
-    assert len(Path(linear_function.__file__).read_text(encoding="utf-8").splitlines()) <= 120
+    """90 lines of code; docstrings and comments may grow."""
+    assert code_lines(Path(linear_function.__file__).read_text(encoding="utf-8")) <= 90
 
 
 def test_one_linear_calls_little_and_stays_in_few_files():
@@ -35,9 +37,21 @@ def test_one_linear_calls_little_and_stays_in_few_files():
     assert found["calls"] <= 220 and found["moves"] <= 80, found
 
 
+@pytest.mark.parametrize("recipe, most", [("fp8-current", 20), ("fp8-delayed", 70)])
+def test_the_end_of_a_step_calls_little_for_each_layer(recipe, most):
+    """Python calls of `advance`, torch's own included: setting an attribute of a module takes eight."""
+    calls = {}
+    for count in (2, 10):
+        model = ng.convert(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))), recipe)
+        for _ in range(3):
+            model(torch.randn(4, 16)).sum().backward()
+            calls[count] = python_calls(partial(ng.advance, model))
+    assert (calls[10] - calls[2]) / 8 <= most, calls
+
+
 def test_importing_the_linear_brings_few_lines():
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
-    assert int(done.stdout) <= 5000
+    assert int(done.stdout) <= 3200  # of code: docstrings and comments may grow
 
 
 class Gathered:

@@ -28,11 +28,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import narrowgauge as ng
-from narrowgauge.errors import NarrowgaugeError, TransformError
+from narrowgauge.errors import NarrowgaugeError, ShapeError, TransformError
 from narrowgauge.nn.dropout import CountedDropout
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from tests.compare import assert_same
+from tests.raising import raises
 from tests.selection import quick
 
 pytestmark = [
@@ -449,7 +450,7 @@ def test_a_copy_made_in_inference_mode_computes_there_and_does_not_train(recipe:
     with torch.inference_mode():
         twin = copy.deepcopy(model)
         assert_same(twin(x).clone(), want)
-    with pytest.raises(TransformError, match=r"Copy the model outside of it.*inference_mode\(\)"):
+    with raises(TransformError, "transform.inference-tensor", "inference_mode"):
         twin[1](x).sum().backward()
 
 
@@ -504,3 +505,13 @@ def test_counted_dropout_is_that_of_torch_under_a_transform() -> None:
         tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
         assert tangent is not None and set(tangent.unique().tolist()) == {0.0, 2.0}
     assert torch.func.vmap(layer, randomness="different")(x).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # by torch, of a prototype
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-delayed", "int4-hq-lss"])
+def test_a_masked_tensor_is_refused_with_the_next_step(recipe):
+    layer = ng.QLinear(16, 8, recipe=recipe)
+    x = torch.masked.masked_tensor(torch.randn(4, 16), torch.rand(4, 16) > 0.5)
+    with pytest.raises(ShapeError, match=r"x is a MaskedTensor.*Pass x\.to_tensor\(0\)"):
+        layer(x)
+    assert layer(x.to_tensor(0)).shape == (4, 8)

@@ -17,6 +17,7 @@ from narrowgauge.nn.weight_codes import chosen
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Gemm, Recipe
 from tests.compare import assert_same
+from tests.raising import raises
 
 
 def trained(recipe: str | Recipe, weight_codes: str, again: bool = False) -> tuple[list[Tensor], nn.Module]:
@@ -144,7 +145,7 @@ def test_convert_takes_it_and_leaves_layers_that_are_not_named():
     model = ng.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8-current", weight_codes="recast")
     ng.convert(model, {"1": "fp8-row"}, weight_codes="step")
     assert [layer.weight_codes for layer in model] == ["recast", "step"]
-    with pytest.raises(ConfigError, match="weight_codes = 'both'; it is one of 'auto', 'recast', 'step'"):
+    with raises(ConfigError, "convert.weight-codes", "weight_codes = 'both'", "'auto', 'recast', 'step'"):
         ng.convert(model, "fp8-row", weight_codes="both")
 
 

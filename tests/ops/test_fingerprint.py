@@ -25,8 +25,13 @@ def definition(data: bytes) -> tuple[int, int]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 31, 32, 33, 100, 8 * fingerprint.BLOCK, 8 * fingerprint.BLOCK + 9])
+@pytest.mark.parametrize(
+    "nbytes",
+    [0, 1, 7, 8, 31, 32, 33, 100, 127, 128, 129, 255, 256, 261, 8 * fingerprint.BLOCK, 8 * fingerprint.BLOCK + 9,
+     5 * 8 * fingerprint.BLOCK + 77],
+)  # fmt: skip
 def test_the_sums_are_their_definition(nbytes):
+    """Whole and ragged ranges of four streams of vectors of 32 bytes."""
     x = torch.randint(256, (nbytes,), dtype=torch.uint8)
     assert fingerprint.sums(x) == definition(bytes(x.tolist()))
 
@@ -86,6 +91,16 @@ def test_storage_that_was_freed_is_not_read():
     x = torch.randn(64, 64)
     found = Exact(x)
     x.untyped_storage().resize_(0)
+    assert not found.is_same()
+
+
+def test_storage_that_shrank_below_a_view_is_not_read(either, monkeypatch):
+    """A view behind an offset would end beyond it."""
+    x = torch.randn(8 + 64 * 64)[8:].view(64, 64)
+    found = Exact(x)
+    x.untyped_storage().resize_(x.nbytes)
+    for reads in (fingerprint, torch):
+        monkeypatch.setattr(reads, "sums" if reads is fingerprint else "equal", lambda *_: pytest.fail("it was read"))
     assert not found.is_same()
 
 

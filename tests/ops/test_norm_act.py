@@ -22,6 +22,7 @@ from narrowgauge.ops.selfcheck import examine
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
+from tests.raising import raises
 
 HOPPER = Device("cuda", (9, 0))
 TENSOR, ROW = Cast(format=E4M3), Cast(format=E4M3, tile=(1, WHOLE), scale=POW2)
@@ -111,7 +112,7 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
         (spec("gelu", (Cast(format=E5M2, rounding="stochastic"), False)), "rounds to nearest, not stochastic"),
         (spec("gelu", (Cast(format=E4M3, calibrate=ClippedRms()), False)), "takes the largest magnitude, not 2.475 rms"),
         (spec("gelu", (Cast(format=INT4), False)), "writes a byte per element, and two int4 share one"),
-        (spec("gelu", (Cast(format=E4M3, tile=(128, 128)), False)), r"not tiles of \(128, 128\)"),
+        (spec("gelu", (Cast(format=E4M3, tile=(128, 128)), False)), (128, 128)),
         (spec("swiglu", (VECTOR, True)), "pieces of columns as well as of rows do not stay in registers"),
         (spec("gelu", (ROW, True)), "knows the maxima of columns after a pass over all rows"),
         (spec("rms-norm", (VECTOR, True)), "pieces of columns as well as of rows do not stay in registers"),
@@ -119,13 +120,13 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
 )  # fmt: skip
 def test_refusals_say_why(triton_installed, given, words):
     for registry in (FORWARD, BACKWARD):
-        with pytest.raises(BackendError, match=f"triton refused: .*{words}"):
+        with raises(BackendError, "kernel.refused", words):
             registry.choose(given, "triton")
 
 
 @pytest.mark.parametrize("cast", [ROW, VECTOR], ids=str)
 def test_gradients_have_one_scale_per_tensor(triton_installed, cast):
-    with pytest.raises(BackendError, match="triton refused: casts gradients by one scale per tensor"):
+    with raises(BackendError, "kernel.refused", "triton"):
         BACKWARD.choose(spec("gelu", (cast, False)), "triton")
 
 

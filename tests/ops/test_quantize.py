@@ -21,6 +21,7 @@ from narrowgauge.recipe import CURRENT, WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2, scale_shape, tile_sizes
 from tests.compare import assert_same, assert_sqnr, sqnr_db
 from tests.oracles import FLOAT32_MAX, INF, NAN, SMALLEST_SCALE, from_bits, plain, quantize_by_loop
+from tests.raising import raises
 from tests.test_formats import digests_under_flush_to_zero
 
 ELEMENTS = tuple(format for format in formats.ALL if format is not E8M0)
@@ -356,7 +357,7 @@ def test_an_outlier_whose_square_overflows_leaves_a_finite_spread(tile, huge, tr
 
 
 def test_tile_amax_wants_two_axes():
-    with pytest.raises(ShapeError, match=r"tile_amax: x is \[3\]; it must be two-dimensional"):
+    with raises(ShapeError, "quantize.amax-axes", "[3]", "tile_amax"):
         tile_amax(torch.ones(3), (1, 1))
 
 

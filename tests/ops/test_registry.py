@@ -17,6 +17,7 @@ from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, onednn_without_vnni
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
+from tests.raising import raises
 
 AMPERE, ADA, HOPPER, BLACKWELL = (
     Device("cuda", capability, cuda=(12, 9)) for capability in ((8, 0), (8, 9), (9, 0), (10, 0))
@@ -161,21 +162,16 @@ def test_a_forced_kernel_is_taken_or_raises():
     gemm = recipes.get("fp8-current").output
     assert choose(gemm, HOPPER, "native").kernel.name == "native"
     assert choose(gemm, HOPPER, "reference").kernel.name == "reference", "never replaced by a faster one"
-    with pytest.raises(BackendError, match=r"^mm: native refused: cpu has no FP8 units\. Available here: reference\.$"):
+    with raises(BackendError, "kernel.refused", "mm", "native", "reference"):
         choose(gemm, PLAIN_CPU, "native")
-    with pytest.raises(
-        BackendError, match=r"native-int8 refused: needs two integer .* Available here: native, reference\.$"
-    ):
+    with raises(BackendError, "kernel.refused", "native-int8", "native, reference"):
         choose(gemm, HOPPER, "native-int8")
 
 
 def test_an_unknown_kernel_names_the_closest():
-    with pytest.raises(BackendError, match=r"^mm: no kernel 'nativ'\. Closest: 'native', 'native-mx', 'native-cpp'\.$"):
+    with raises(BackendError, "kernel.unknown", "mm", "'nativ'", "'native', 'native-mx', 'native-cpp'"):
         choose(Gemm(), PLAIN_CPU, "nativ")
-    with pytest.raises(
-        BackendError,
-        match=r"no kernel 'zzz'\. Closest: native, native-block, native-mx, native-int4, native-int8, native-cpp, triton, reference\.$",
-    ):
+    with raises(BackendError, "kernel.unknown", "'zzz'"):
         choose(Gemm(), PLAIN_CPU, "zzz")
 
 
@@ -203,7 +199,7 @@ def test_kernels_are_tried_in_the_order_of_registration():
         ("small", Refusal("shape", "13 is large")),
     )
     assert registry.choose(number(4), "small").refusals == (), "a kernel that was passed over did not refuse"
-    with pytest.raises(BackendError, match=r"op: even refused: 3 is odd\. Available here: small, any\.$"):
+    with raises(BackendError, "kernel.refused", "op", "even", "3 is odd", "small, any"):
         registry.choose(number(3), "even")
 
 

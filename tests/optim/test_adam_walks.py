@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import adam_walks
+from benchmarks import adam_loop, adam_walks
 from benchmarks.adam_walks import SETTINGS, Setting
-from tests.selection import needs_compiler, quick
+from tests.selection import needs_compiler
 
 
 def worst(
@@ -20,15 +20,64 @@ def worst(
     return found["over"], found["under"]
 
 
+LONG = SETTINGS[5]  # a first moment remembers for 50 steps
+SHORT = [each for each in SETTINGS if each is not LONG]
+
+
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["adamw", "sgd"])
-@pytest.mark.parametrize("setting", quick(SETTINGS[:1], SETTINGS[:2]), ids=lambda each: str(each.betas))
+@pytest.mark.parametrize("setting", SHORT, ids=lambda each: f"{each.betas} {each.eps}")
 @pytest.mark.parametrize("states", ["8bit", "fp8"])
-def test_eight_bits_walk_as_far_as_exact_moments(rule, states, setting):
-    """Nine decades in a tile. Codes that stall walked 53 times too far, and 108 times too short."""
-    over, under = worst(rule, states, setting, 16, 9.0)
+def test_eight_bits_walk_as_far_as_exact_moments(states, setting):
+    """Nine decades in a tile. To nearest, E5M2 walked 4 times too far; tapers of 60 octaves walked 15 times too short."""
+    over, under = worst("adamw", states, setting, 48, 9.0)
     assert over <= 2 and under <= 2, (over, under)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("states", ["8bit", "fp8"])
+@pytest.mark.parametrize("setting", SETTINGS[:2], ids=lambda each: str(each.betas))
+def test_eight_bits_of_sgd_walk_as_far_as_exact_moments(states, setting):
+    over, under = worst("sgd", states, setting, 16, 9.0)
+    assert over <= 2 and under <= 2, (over, under)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "decades"), [("8bit", 8.0), ("e4m3/8bit", 3.0), ("fp8-lm", 3.0)])
+def test_a_long_first_moment_is_followed_over_fewer_decades(states, decades):
+    """Gradients that change their sign leave a hundredth of themselves in a first moment of beta1 = 0.98."""
+    over, under = worst("adamw", states, LONG, 48, decades)
+    assert over <= 2 and under <= 2, (over, under)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SHORT, ids=lambda each: f"{each.betas} {each.eps}")
+@pytest.mark.parametrize("states", ["e4m3/8bit", "fp8-lm"])
+def test_narrower_ranges_are_followed_over_four_decades(states, setting):
+    over, under = worst("adamw", states, setting, 48, 4.0)
+    assert over <= 2 and under <= 2, (over, under)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "within"), [("8bit", 1e-7), ("fp8", 3e-8), ("e4m3/8bit", 1e-8), ("fp8-lm", 1e-8)])
+def test_a_regression_ends_at_its_target(states, within):
+    """Squared distance, 8,200 at the start; torch's AdamW ends at 2e-10. benchmarks/adam_loop.py has other settings."""
+    assert adam_loop.distance(states, 0.95, 0.03, 0) < within
+
+
+@needs_compiler
+@pytest.mark.parametrize("states", ["8bit", "fp8", "e4m3/8bit", "fp8-lm", "4bit"])
+def test_plain_torch_and_the_compiled_step_walk_the_same(states, monkeypatch):
+    """Bit for bit, over histories of nine decades, so that rows of the search stand for both."""
+    monkeypatch.setattr(adam_walks, "STEPS", 40)
+    for setting in SETTINGS[2:4]:
+        builds = {each: adam_walks.builder("adamw", states, setting, backend=each) for each in ("native", "torch")}
+        walks = adam_walks.search("adamw", setting, builds, 16, 9.0, seed=3)
+        assert torch.equal(walks.found["native"], walks.found["torch"])
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
+from tests.raising import raises
 from tests.selection import needs_compiler
 
 BUILD: dict[str, Any] = {
@@ -169,7 +170,7 @@ def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
         warnings.simplefilter("error")
         optimizer.step()
     assert not torch.equal(before, parameters[0])
-    with pytest.raises(ConfigError, match='backend = "native" cannot be had here'):
+    with raises(ConfigError, "optim.backend-unavailable", "native"):
         AdamW(weights(torch.float32), backend="native")
     backends.tell_once.cache_clear()
 

@@ -157,7 +157,8 @@ def test_an_exact_step_is_not_changed_by_being_held(betas):
 
 @pytest.mark.parametrize("format", [moments.E5M2, moments.E4M3_FIRST, moments.E4M3, moments.DYNAMIC4], ids=str)
 def test_what_only_decays_reaches_zero(format):
-    """Beside a number that keeps the scale: never above the number itself, and at zero in the end."""
+    """Beside a number that keeps the scale: never above the number itself (E5M2: its next code), and at zero in the end."""
+    above = 1.25 if format is moments.E5M2 else 1 + 2.0**-20  # E5M2 is rounded stochastically
     x = torch.linspace(-1, 1, 256).view(1, 1, 256)
     index = torch.arange(256).view(1, 1, 256)
     decays = torch.ones(1, 1, 256, dtype=torch.bool)
@@ -166,7 +167,7 @@ def test_what_only_decays_reaches_zero(format):
         x = x * 0.9
         x[..., -1] = 1.0
         rounded = format.decode(format.encode(x, noise.bits(noise.key(step, 0), index), decays))
-        assert (rounded[..., :-1].abs() <= x[..., :-1].abs() * (1 + 2.0**-20)).all()
+        assert (rounded[..., :-1].abs() <= x[..., :-1].abs() * above).all()
         x = rounded
     assert not x[..., :-1].any() and x[0, 0, -1] == 1.0
 

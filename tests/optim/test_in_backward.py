@@ -17,6 +17,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.errors import CheckpointError, ConfigError
 from tests.compare import assert_same
+from tests.raising import coded, raises
 
 
 def trained(steps: int = 2) -> tuple[nn.Module, ng.optim.AdamW]:
@@ -41,9 +42,7 @@ def test_backward_says_that_its_optimizer_is_gone():
     before = model[0].weight.detach().clone()
     del optimizer
     gc.collect()
-    with pytest.raises(
-        ConfigError, match=r"the optimizer that steps this parameter of \[.*\] is gone, nothing held it\. Keep it"
-    ):
+    with raises(ConfigError, "in-backward.no-optimizer"):
         model(torch.randn(8, 16)).sum().backward()
     assert torch.equal(model[0].weight, before)
 
@@ -227,7 +226,7 @@ def test_a_saved_norm_that_is_none_is_refused(norm):
     _, optimizer = chain()
     saved = optimizer.state_dict()
     saved["param_groups"][0]["norm_before"] = norm
-    with pytest.raises(CheckpointError, match=r"norm_before=.*, which is no norm of a gradient"):
+    with raises(CheckpointError, "optim.state", "norm_before"):
         optimizer.load_state_dict(saved)
 
 
@@ -240,26 +239,29 @@ def test_a_second_backward_pass_of_a_step_is_refused_before_it_changes_anything(
             given(model, (3.0, 4.0), (0.0, 0.0), (0.0, 0.0))  # noqa: B023
             given(model, (3.0, 4.0), (0.0, 0.0), (0.0, 0.0))  # noqa: B023
 
-        with pytest.raises(ConfigError, match=r"another gradient of a parameter of \[2\] after the 1 of its step"):
+        with raises(ConfigError, "in-backward.too-many", "[2]", "the 1", "1 of"):
             optimizer.step(twice)
         if clip == "two-pass":
             assert not any(each.any() for each in model)
-            with pytest.raises(ConfigError, match=r"outside optimizer\.step\(closure\)"):
+            with raises(ConfigError, "in-backward.two-pass", "optimizer.step"):
                 given(model, (3.0, 4.0), (0.0, 0.0), (0.0, 0.0))
             assert not any(each.any() for each in model)
 
 
 def test_what_a_clip_cannot_be_is_refused():
     for options, words in (
-        ({"clip_norm": 1.0}, r"clip_norm = 1\.0: the norm of the whole .* Choose clip=\"previous\""),
-        ({"clip": "previous"}, "clip = 'previous' without clip_norm"),
-        ({"clip": "last", "clip_norm": 1.0}, "clip = 'last'; it is one of 'previous', 'two-pass', 'parameter'"),
-        ({"clip": "previous", "clip_norm": 0.0}, r"clip_norm = 0\.0: must be above 0"),
-        ({"clip": "previous", "clip_norm": math.nan}, "clip_norm = nan: must be above 0"),
-        ({"clip": "previous", "clip_parameter_norm": 1.0}, "Give one of the two norms"),
-        ({"clip_norm": 1.0, "clip_parameter_norm": 1.0}, "Give one of the two norms"),
+        ({"clip_norm": 1.0}, coded("in-backward.whole-norm", "clip_norm = 1.0")),
+        ({"clip": "previous"}, coded("in-backward.no-norm", "clip = 'previous'", "clip_norm")),
+        (
+            {"clip": "last", "clip_norm": 1.0},
+            coded("in-backward.clip", "clip = 'last'", "'previous', 'two-pass', 'parameter'"),
+        ),
+        ({"clip": "previous", "clip_norm": 0.0}, coded("in-backward.norm", "clip_norm = 0.0")),
+        ({"clip": "previous", "clip_norm": math.nan}, coded("in-backward.norm", "clip_norm = nan")),
+        ({"clip": "previous", "clip_parameter_norm": 1.0}, coded("in-backward.two-norms")),
+        ({"clip_norm": 1.0, "clip_parameter_norm": 1.0}, coded("in-backward.two-norms")),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, words):
             ng.optim.in_backward(chain()[1], **options)
 
 
@@ -321,7 +323,7 @@ def test_a_pass_too_many_is_refused():
         given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
     torch.testing.assert_close(model[0].detach(), torch.tensor([-0.6, -0.8]))
     given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
-    with pytest.raises(ConfigError, match=r"another gradient of a parameter of \[2\] after the 2 of its step"):
+    with raises(ConfigError, "in-backward.too-many", "[2]", "the 2", "2 of"):
         given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
 
 

@@ -10,6 +10,7 @@ import torch
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import SGD, AdamW, Lion, param_groups
 from tests.compare import assert_same
+from tests.raising import raises
 
 SHAPES = [(64, 64), (64,), (96, 64), (96, 128)]
 
@@ -54,7 +55,7 @@ def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], w
 def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
     whole = torch.zeros(6, 8, 4)
     for shared in (torch.ones(1, 64).expand(64, 64), whole.as_strided((3, 4), (1, 1)), whole[:1, ::3].expand(2, -1, 4)):
-        with pytest.raises(ConfigError, match=r"some of its elements share memory.*contiguous\(\)"):
+        with raises(ConfigError, "optim.parameter-kind"):
             AdamW([torch.nn.Parameter(shared)])
     for own in (whole.mT, whole[::2, 1:7:3], whole.diagonal(), whole.permute(2, 0, 1), whole[:0].expand(0, 8, 4)):
         AdamW([torch.nn.Parameter(own)])
@@ -88,7 +89,7 @@ def test_a_form_that_is_changed_under_a_state_is_refused(option: str, value: str
     optimizer.step()
     optimizer.param_groups[0][option] = value
     before = [parameter.detach().clone() for parameter in mine]
-    with pytest.raises(ConfigError, match="A state keeps its form: build another optimizer"):
+    with raises(ConfigError, "optim.group-changed"):
         optimizer.step()
     assert_same([parameter.detach() for parameter in mine], before)
 

@@ -15,6 +15,7 @@ from narrowgauge.optim import AdamW, Lion, rules, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
+from tests.raising import raises
 from tests.selection import needs_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")  # said once in a process
@@ -103,7 +104,7 @@ def test_every_state_and_master_works_with_a_new_rule_and_resumes(states, master
 @needs_compiler
 def test_kernels_refuse_rules_that_they_do_not_know():
     parameter = nn.Parameter(torch.zeros(64, 64))
-    with pytest.raises(ConfigError, match=r"knows no rule 'centred', only adamw, lion, sgd"):
+    with raises(ConfigError, "optim.backend-unavailable", "'centred'"):
         AdamW([{"params": [parameter], "rule": CENTRED}], backend="native")
     impostor = replace(rules.ADAMW, update=rules.LION.update, granularity="matrix")
     optimizer = AdamW([{"params": [parameter], "rule": impostor}])
@@ -121,13 +122,11 @@ def test_a_rule_survives_a_copy():
 
 
 def test_rules_that_are_none_and_states_of_another_are_refused():
-    with pytest.raises(ConfigError, match=r"no rule 'leon'. Closest: 'lion'"):
+    with raises(ConfigError, "optim.rule", "'leon'", "'lion'"):
         AdamW([{"params": [matrix()], "rule": "leon"}])
-    with pytest.raises(ConfigError, match=r"a group has 'shares', which is no option. Closest: 'share'"):
+    with raises(ConfigError, "optim.unknown-option", "'shares'", "'share'"):
         AdamW([{"params": [matrix()], "rule": CENTRED, "shares": 1.0}])
     saved, other = AdamW([{"params": [matrix()], "rule": "lion"}]), AdamW([matrix()])
     run(saved, 0, 1)
-    with pytest.raises(
-        CheckpointError, match=r"saved with the rule 'lion', here it has 'adamw'. Build it with the rule"
-    ):
+    with raises(CheckpointError, "optim.state", "'lion'", "'adamw'"):
         other.load_state_dict(saved.state_dict())

@@ -12,6 +12,7 @@ from torch import nn
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import SGD, AdamW, Lion
 from tests.compare import assert_same
+from tests.raising import raises
 
 OURS: dict[type, set[str]] = {each: set(inspect.signature(each).parameters) for each in (AdamW, Lion, SGD)}
 THEIRS = {
@@ -62,7 +63,7 @@ def test_a_word_that_asks_for_nothing_is_taken(word):
 @pytest.mark.parametrize("word", ["amsgrad", "maximize", "capturable", "differentiable"])
 def test_a_state_saved_with_such_a_word_is_refused(word):
     saved = torch.optim.AdamW([matrix()], **{word: True}).state_dict()
-    with pytest.raises(CheckpointError, match=f"saved with {word}=True, an option of torch.optim"):
+    with raises(CheckpointError, "optim.state", word):
         AdamW([matrix()]).load_state_dict(saved)
 
 

@@ -19,6 +19,7 @@ from narrowgauge.ops.timing.work import Work
 from narrowgauge.plan import Count, Step, count
 from narrowgauge.plan.roofline import as_dict, time
 from narrowgauge.plan.tally import as_rows, deeper, from_rows, repeated, tally
+from tests.raising import raises
 
 H100 = card("h100")
 ROWS, WIDTH, OUT = 4096, 2048, 8192
@@ -159,9 +160,9 @@ def test_an_answer_of_it():
 
 def test_what_cannot_be_timed():
     found = count(linear("fp8-current"), H100.device)
-    with pytest.raises(ConfigError, match="Name a card"):
+    with raises(ConfigError, "plan.unknown-card"):
         time(tally(found), of_memory("24GiB"))
-    with pytest.raises(ConfigError, match="no unit for _scaled_mm of fp8"):
+    with raises(ConfigError, "card.no-unit", "_scaled_mm", "fp8"):
         time(tally(found), card("a100"))
 
 

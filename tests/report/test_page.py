@@ -26,6 +26,7 @@ from narrowgauge.report import cards as measured  # noqa: E402
 from narrowgauge.report import figures, tables  # noqa: E402
 from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
+from tests.raising import raises  # noqa: E402
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "source", "col", "wbr", "base", "area", "embed", "track"}
 
@@ -333,9 +334,9 @@ def test_a_run_that_went_on_after_its_end_is_not_finished(tmp_path):
 
 
 def test_what_is_no_run_folder_is_refused_with_the_next_step(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no run\.json\. Name the folder that `narrowgauge train` wrote"):
+    with raises(ConfigError, "report.no-run", "has no run.json"):
         report.write(tmp_path)
-    with pytest.raises(ConfigError, match="is not a folder") as caught:
+    with raises(ConfigError, "report.no-run", "is not a folder") as caught:
         report.write(tmp_path / "missing")
     assert caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
@@ -344,7 +345,7 @@ def test_what_is_no_run_folder_is_refused_with_the_next_step(tmp_path):
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     folder = write_run(tmp_path / "run", Plan(steps=1))
     (folder / "report.html").mkdir()
-    with pytest.raises(StorageError, match="cannot write"):
+    with raises(StorageError, "storage.refused", "write"):
         report.write(folder)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 

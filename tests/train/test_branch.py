@@ -19,6 +19,7 @@ from narrowgauge.train.config.settings import replace
 from narrowgauge.train.place import Place, branched
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import PYTHON, run, run_ok
+from tests.raising import coded, raises
 from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
@@ -115,16 +116,16 @@ def test_what_a_parent_cannot_give_is_refused_before_anything_is_written(parent,
 def test_places_that_cannot_be_are_refused(parent, tmp_path):
     first = parent()
     for place, words in (
-        (f"{first}@4", "no checkpoint of step 4. .* has checkpoints of step 3, 6;"),
-        (f"{first}@best", "has kept no best weights"),
-        (f"{first}", "Raise --steps, or start from an earlier checkpoint"),
+        (f"{first}@4", coded("run.no-checkpoint", "step 4")),
+        (f"{first}@best", coded("run.no-best")),
+        (f"{first}", coded("branch.past-end", "--steps")),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, words):
             loop.run(branched(place, str(tmp_path / "new")))
         assert not RunFolder(tmp_path / "new").has_run()
-    with pytest.raises(ConfigError, match="gone: is not there"):
+    with raises(ConfigError, "run.place", "is not there"):
         branched(str(tmp_path / "gone"), str(tmp_path / "new"))
-    with pytest.raises(ConfigError, match="a folder and a log of its own"):
+    with raises(ConfigError, "branch.output"):
         branched(f"{first}@3", str(first))
 
 
@@ -132,11 +133,11 @@ def test_a_parent_in_training_and_other_data_are_refused(parent, own_text, tmp_p
     first = parent(data=str(own_text))
     with (
         RunFolder.claim(first, resume=True),
-        pytest.raises(BusyError, match="is training there, and removes checkpoints"),
+        raises(BusyError, "run.busy"),
     ):
         loop.run(branched(f"{first}@3", str(tmp_path / "new")))
     (own_text / "00.txt").write_text("Other words.")
-    with pytest.raises(DataError, match="trained with another tokenizer"):
+    with raises(DataError, "resume.other-data", "tokenizer"):
         loop.run(branched(f"{first}@3", str(tmp_path / "new")))
     assert not RunFolder(tmp_path / "new").has_run()
 

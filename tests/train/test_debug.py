@@ -18,6 +18,7 @@ from narrowgauge.recipe import Cast, Gemm
 from narrowgauge.train import loop, stretch
 from narrowgauge.train.debug import _steps_taken, debug
 from narrowgauge.train.run_folder import RunFolder
+from tests.raising import coded, raises
 from tests.train import tiny
 
 SIZES = {
@@ -122,7 +123,7 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
     folder = RunFolder(Path((config := make()).output))
     folder.path.mkdir()
     folder.write_config(config)
-    with pytest.raises(ConfigError, match=r"has no checkpoint\. Train it to its first checkpoint, or name another run"):
+    with raises(ConfigError, "run.no-checkpoint"):
         debug(folder.path, 10)
 
 
@@ -132,16 +133,16 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
         # A run of 20 steps after its checkpoint of step 0: the flags ask for too few of them, the run has enough.
         (
             (6, 4, 0, 20, 20),
-            "--at 6 --steps 4: that is 10 steps from the checkpoint of step 0, and at least 16 .* has 20 .*--steps 10 or",
+            coded("debug.stretch", "--at 6", "--steps 4", "10 steps", "step 0"),
         ),
-        ((18, 100, 10, 20, 20), "has 10 steps between its checkpoint of step 10 and its end, .* earlier --at"),
-        ((20, 100, 20, 20, 20), "has 0 steps between its checkpoint of step 20 and its end"),
-        ((12, 100, 10, 17, 60), "has 7 steps between its checkpoint of step 10 and its switch of recipes at step 18"),
+        ((18, 100, 10, 20, 20), coded("debug.too-few-steps", "10 steps", "step 10", "its end", "--at")),
+        ((20, 100, 20, 20, 20), coded("debug.too-few-steps", "0 steps", "step 20", "its end")),
+        ((12, 100, 10, 17, 60), coded("debug.too-few-steps", "7 steps", "step 10", "18")),
     ],
 )
 def test_too_few_steps_are_counted_where_they_are_missing(tmp_path, asked, words):
     """Steps that the run has and steps that the flags ask for are two numbers with two remedies."""
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, words):
         _steps_taken(tmp_path, *asked)
 
 

@@ -16,6 +16,7 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from narrowgauge.train.model import build
 from narrowgauge.train.study.plan import Study
+from tests.raising import raises
 from tests.train import faulty_run, tiny
 from tests.train.test_torchrun import same_run, trained
 
@@ -63,7 +64,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(make, before_ste
 def test_other_codes_are_no_resumption(make):
     config = make(embedding_codes="int4", checkpoint_every=3, steps=3)
     loop.run(config)
-    with pytest.raises(ConfigError, match="embedding_codes = 'int8'"):
+    with raises(ConfigError, "resume.changed", "embedding_codes = 'int8'"):
         loop.run(replace(config, resume=True, embedding_codes="int8", steps=6))
 
 
@@ -79,7 +80,7 @@ def test_a_model_without_a_table_is_refused_by_name(make, tmp_path):
 
     config, cpu = make(embedding_codes="int4"), torch.device("cpu")
     for table, words in ((torch.nn.Identity(), "Model holds no nn.Embedding"), (Own(8, 32), "'table' is a Own")):
-        with pytest.raises(ConfigError, match=f"embedding_codes = 'int4': .*{words}.*Or leave embedding_codes out"):
+        with raises(ConfigError, "convert.embedding-codes", words):
             build(config, lambda table=table: Model(table), cpu, 8, None)
 
 

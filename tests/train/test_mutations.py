@@ -29,6 +29,7 @@ from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.trainer import Trainer
 from tests.mutations import mutated
+from tests.raising import raises
 from tests.selection import quick
 from tests.train import tiny
 
@@ -223,16 +224,16 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("group", "end", "value", "words"),
     [
-        ("scaling", "history", -1.0, r"history holds -1, and is never negative"),
-        ("scaling", "history", NAN, r"history holds 1 values that are not finite, of"),
-        ("scaling", "live", INF, r"live holds 1 values that are not finite, of 3"),
-        ("scaling", "live", -2.5, r"live holds -2.5, and is never negative"),
-        ("scaling", "nonfinite", -3, r"nonfinite holds -3, and is never negative"),
-        ("optimizer", "exp_avg", NAN, r"exp_avg holds 1 values that are not finite"),
-        ("optimizer", "exp_avg_sq", NAN, r"exp_avg_sq holds 1 values that are not finite"),
-        ("optimizer", "exp_avg_sq", -1e-3, r"exp_avg_sq holds -0.001, and is never negative"),
-        ("optimizer", "step", -1.0, r"step holds -1, and is never negative"),
-        ("rng", "numpy_key", -1, r"numpy_key has words from -1 to \d+, which are not of 32 bits"),
+        ("scaling", "history", -1.0, "history holds -1"),
+        ("scaling", "history", NAN, "history holds 1"),
+        ("scaling", "live", INF, "live holds 1"),
+        ("scaling", "live", -2.5, "live holds -2.5"),
+        ("scaling", "nonfinite", -3, "nonfinite holds -3"),
+        ("optimizer", "exp_avg", NAN, "exp_avg holds 1"),
+        ("optimizer", "exp_avg_sq", NAN, "exp_avg_sq holds 1"),
+        ("optimizer", "exp_avg_sq", -1e-3, "exp_avg_sq holds -0.001"),
+        ("optimizer", "step", -1.0, "step holds -1"),
+        ("rng", "numpy_key", -1, "numpy_key has words from -1"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_by_name_and_value(copied, prepared, group, end, value, words):
@@ -241,9 +242,7 @@ def test_a_number_that_cannot_be_is_refused_by_name_and_value(copied, prepared, 
     tensors[group][name].view(-1)[0] = value
     saved_again(copied, tensors)
     config, task = prepared
-    with pytest.raises(
-        NarrowgaugeError, match=rf"step-00000003: holds a state that no run writes: .*{words}.*Restore the"
-    ):
+    with raises(NarrowgaugeError, "checkpoint.state", words):
         resumed(replace(config, output=copied.output), task)
 
 
@@ -253,9 +252,7 @@ def test_a_short_state_of_a_generator_is_refused(copied, prepared, length):
     tensors["rng"]["torch"] = tensors["rng"]["torch"][:length].clone()
     saved_again(copied, tensors)
     config, task = prepared
-    with pytest.raises(
-        NarrowgaugeError, match=rf"torch = uint8 \[{length}\] is not the state of a generator, uint8 \[5056\]"
-    ):
+    with raises(NarrowgaugeError, "checkpoint.state", length):
         resumed(replace(config, output=copied.output), task)
 
 
@@ -265,7 +262,7 @@ def test_a_moment_of_another_shape_is_refused(copied, prepared):
     tensors["optimizer"][name] = torch.zeros(3)
     saved_again(copied, tensors)
     config, task = prepared
-    with pytest.raises(NarrowgaugeError, match=r"exp_avg of parameter \d+ is \[3\], here \[\d+, 32\]"):
+    with raises(NarrowgaugeError, "checkpoint.state", "exp_avg", "[3]", "32"):
         resumed(replace(config, output=copied.output), task)
 
 
@@ -286,9 +283,7 @@ def test_the_best_weights_of_another_model_are_not_exported(copied):
     folder = Path(copied.output, "best")
     best = store.load(next(folder.iterdir()))
     store.save(folder, best.step, {"weights": {"other": torch.ones(3)}}, best.facts)
-    with pytest.raises(
-        NarrowgaugeError, match=rf"step-0000000{best.step}: its 1 weights are not the \d+ of this model"
-    ):
+    with raises(NarrowgaugeError, "model.best-weights", best.step):
         loop.run(replace(copied, steps=3))
 
 

@@ -18,6 +18,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from tests.processes import PYTHON, ROOT, as_nobody
+from tests.raising import raises
 
 HOLDER = """
 import sys
@@ -62,9 +63,7 @@ def test_a_new_folder_is_made_with_its_parents(tmp_path):
 def test_a_second_process_is_refused_and_a_killed_one_frees_the_folder(tmp_path):
     holder = start_holder(tmp_path)
     try:
-        with pytest.raises(
-            BusyError, match=rf"process {holder.pid} on {os.uname().nodename} is training there"
-        ) as caught:
+        with raises(BusyError, "run.busy", holder.pid, os.uname().nodename) as caught:
             claimed(tmp_path, resume=True)
         assert caught.value.exit_code == 7 and str(tmp_path) in str(caught.value)
     finally:
@@ -77,14 +76,14 @@ def test_the_lock_is_given_back_on_the_way_out_and_after_a_refusal(tmp_path):
     with RunFolder.claim(tmp_path, resume=False) as folder:
         train_something(folder)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"holds a run already\. Continue it with --resume, or choose another"):
+        with raises(ConfigError, "run.exists", "--resume"):
             claimed(tmp_path, resume=False)
     with RunFolder.claim(tmp_path, resume=True):
         pass
 
 
 def test_the_same_process_cannot_claim_twice(tmp_path):
-    with RunFolder.claim(tmp_path, resume=True), pytest.raises(BusyError, match=f"process {os.getpid()} on"):
+    with RunFolder.claim(tmp_path, resume=True), raises(BusyError, "run.busy", os.getpid()):
         claimed(tmp_path, resume=True)
 
 
@@ -96,7 +95,7 @@ def test_what_was_trained_counts_as_a_run(tmp_path, trace):
         path.write_text("{}\n")
     else:
         path.mkdir()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with raises(ConfigError, "run.exists"):
         claimed(tmp_path, resume=False)
 
 
@@ -118,7 +117,7 @@ def test_leftovers_of_a_crash_are_cleared_and_others_kept(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot use the run folder") as caught:
+    with raises(StorageError, "storage.refused", "use") as caught:
         claimed(tmp_path / "file" / "run", resume=False)
     assert caught.value.exit_code == 8
 
@@ -126,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage, "write_synced", full)
-    with pytest.raises(StorageError, match=r"cannot write to .*: No space left on device"):
+    with raises(StorageError, "storage.refused", "write"):
         claimed(tmp_path / "full", resume=False)
     monkeypatch.undo()
     claimed(tmp_path / "full", resume=False)  # the lock was given back

@@ -20,6 +20,7 @@ from narrowgauge.train.config.settings import TrainConfig, replace
 from narrowgauge.train.parallel.pipeline import SCHEDULES
 from narrowgauge.train.parallel.stages import Absent, Cut, remove, view
 from narrowgauge.train.trainer import Trainer
+from tests.raising import raises
 from tests.selection import quick
 from tests.train import faulty_run, tiny
 from tests.train.test_torchrun import same_run, trained
@@ -91,7 +92,7 @@ def test_what_cannot_be_cut_is_refused_by_name(kind, changes, words):
 
 
 def test_fewer_blocks_than_stages():
-    with pytest.raises(ConfigError, match="4 blocks are fewer than 5 stages"):
+    with raises(ConfigError, "pipeline.blocks", "4 blocks", "than 5", "5 stages"):
         Cut.of(model_of("Llama"), 5)
 
 

@@ -12,6 +12,7 @@ from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import loop, stepping
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import replace
+from tests.raising import raises
 from tests.selection import quick
 from tests.train import tiny
 from tests.train.test_torchrun import trained
@@ -114,7 +115,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make, before_step, reports, 
     config = make(**SIZES, **INSIDE, clip_by=clip_by, states="8bit", checkpoint_every=1, recipe="fp8-current")
     before_step(3, poison)
     words = "had stepped in backward before it was seen" if clip_by == "previous" else "The weights are those of step 2"
-    with pytest.raises(NumericsError, match=f"step 3: loss .*, gradient norm nan.*{words}"):
+    with raises(NumericsError, "loss.not-finite", words):
         loop.run(config)
     folder = Path(config.output)
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
@@ -125,11 +126,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make, before_step, reports, 
 def test_what_steps_in_backward_cannot_have_is_refused(make):
     config = make(**INSIDE, clip_by="previous")
     for text, world in (("dp", 2), ("tp=2", 2), ("pp=2", 2), ("fsdp=2,tp=2", 4)):
-        with pytest.raises(ConfigError, match="a gradient is not whole in backward"):
+        with raises(ConfigError, "in-backward.parallel"):
             stepping.refuse(config, layout(text, world))
     stepping.refuse(config, layout("fsdp", 2))
     stepping.refuse(make(micro_batches=2), layout("dp", 2))
-    with pytest.raises(
-        ConfigError, match="held_gradients = 'fp8': with parallel = 'dp=2' a gradient is not whole in backward"
-    ):
+    with raises(ConfigError, "in-backward.parallel", "held_gradients = 'fp8'", "parallel = 'dp=2'"):
         stepping.refuse(make(held_gradients="fp8"), layout("dp", 2))

@@ -1,13 +1,16 @@
-"""Blame: which product of which layer is inaccurate, why, and whether that hurts.
+"""Blame: find inaccurate GEMMs in a model, the reason for the error, and its effect.
 
     from narrowgauge.diagnose.blame import blame
 
-    healthy = blame(model, batch)                     a batch of keyword arguments, or a function that does forward and backward
-    found = blame(model, batch, baseline=healthy)     later, or without a baseline
-    print(found)                                      a table, sentences, the line to use: recipes = ["layers.1.up_proj=bf16:grad_weight"]
+    sound = blame(model, batch)                    # a batch of keyword arguments, or a function
+                                                   # that runs forward and backward
+    found = blame(model, batch, baseline=sound)    # at a later step, or without a baseline
+    print(found)                                   # a table, sentences, and the setting to use:
+                                                   # recipes = ["layers.1.up_proj=bf16:grad_weight"]
 
-Each product (output, grad_input, grad_weight) of each converted Linear is measured in one step (`measure`), judged (`judge`), and the first
-suspects are confirmed (`confirm`). Model, windows, generators and gradients are as before, to the bit (`undisturbed`).
+Each GEMM (output, grad_input, grad_weight) of each converted Linear is measured in one step
+(`measure`) and judged (`judge`), and the first suspects are confirmed (`confirm`). Model, amax
+histories, random generators and gradients are restored bit for bit (`undisturbed`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from narrowgauge.structure import require_module
 
 __all__ = ["Blame", "Confirmation", "blame", "observed"]
 
-CONFIRMED = 3  # suspects
+CONFIRMED = 3  # number of suspects that are confirmed by default
 
 
 def blame(
@@ -42,17 +45,23 @@ def blame(
     confirm: int = CONFIRMED,
     at_once: int = 0,
 ) -> Blame:
-    """Observes one step and says which products are inaccurate.
+    """Observe one step and name the inaccurate GEMMs.
 
-    step      keyword arguments of the model, which then returns a loss (`.loss`, or the first of a tuple); or a function without arguments
-              that does forward and backward of all micro-batches. It is called once, and again for confirmations: it must repeat itself.
-    baseline  what `blame` found at a healthy step of the same model, or its `baseline`; None: products are judged by others of their kind
-    confirm   how many of the suspects are confirmed, by the gradient with each alone in 16 bits; 0 on several ranks
-    at_once   layers that are watched in a pass; 0: all. The inputs of watched layers are kept until their backward pass as they came.
+    step      keyword arguments of the model, which must return a loss (`.loss`, or the first of a
+              tuple); or a function without arguments that runs forward and backward of all
+              micro-batches. Confirmations call it again, so it must be repeatable
+    baseline  result of `blame` at a sound step of the same model, or its `baseline`; None: GEMMs
+              are compared with others of their kind
+    confirm   number of suspects to confirm, by the gradient with each one alone in 16 bits; 0 on
+              several ranks
+    at_once   layers observed in one pass; 0: all. Inputs of observed layers are saved unquantized
+              until their backward pass, so more layers need more memory
 
-    Costs a step, two products in wide numbers for each product, and the memory that `measure` says; on several ranks, of which all call it
-    with data of their own (DistributedDataParallel, fully_shard, tensor parallel), one message. Raises ConfigError for a model without
-    converted Linears, for one whose products are not seen (compiled), and for hooks that step in backward.
+    Costs a step, two float32 or float64 GEMMs for each GEMM, and the memory given in `measure`. On
+    several ranks (DistributedDataParallel, fully_shard, tensor parallel) all ranks call it with
+    their own data; it adds one collective. Raises ConfigError for a model without converted
+    Linears, for one whose GEMMs are not visible (compiled), and for optimizers that step in
+    backward hooks.
     """
     require_module(model, "blame")
     compute = step if callable(step) else _of_batch(model, step)
@@ -63,6 +72,8 @@ def blame(
     suspects = found.suspects[:confirm]
     if not suspects:
         return found
+    # Each rank has only its part of the gradient, so a comparison would need collectives per
+    # suspect.
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         note = "Suspects are not confirmed on several ranks, of which each has its part of the gradient."
         return Blame(found.findings, (), (*found.notes, note), found.step)
@@ -70,22 +81,26 @@ def blame(
 
 
 def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 0, trace: bool = False) -> Blame:
-    """The findings of one step, nothing confirmed. trace: whoever calls it puts back what the step changes."""
+    """Findings of one step, without confirmation. trace: the caller restores the model."""
     layers = converted(model)
     if not layers:
         raise ConfigError(
-            "blame: no Linear of the model computes by a recipe. Convert it first, and leave `suspended`."
+            "blame: no Linear of the model computes by a recipe. Convert it first, and leave `suspended`.",
+            code="blame.not-converted",
         )
     products: dict[Key, Product] = {}
     for first in range(0, len(layers), at_once or len(layers)):
         some = layers[first : first + (at_once or len(layers))]
+        # Each pass repeats the whole step for the next layers, so every pass must start from the
+        # same state.
         with nullcontext() if trace else undisturbed(model), watching(some, products):
             compute()
     products = of_all_ranks(products)
     if not products:
         raise ConfigError(
             "blame: no product was seen in the step. Compiled code cannot be observed: give the model that was compiled, and a step that "
-            "calls it."
+            "calls it.",
+            code="blame.compiled",
         )
     recipes = {name: layer.recipe for name, layer in layers}
     return Blame(tuple(found_in(products, recipes)), (), tuple(_notes(products, layers)))
@@ -93,6 +108,8 @@ def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 
 
 def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -> list[str]:
     notes = []
+    # Sampling noise averages out over steps, and a comparison with all rows would count it as an
+    # error.
     if sampling := [layer.sampling for _, layer in layers if layer.sampling is not None and layer.sampling.active]:
         most = max(float(each.variance[each.PRODUCTS.index(name)]) for each in sampling for name in each.active)
         notes.append(
@@ -123,7 +140,8 @@ def _of_batch(model: nn.Module, batch: Mapping[str, Any]) -> Callable[[], object
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"blame: the model returned {type(output).__name__} without a loss. Put the labels into the batch, or give a function "
-                "that does forward and backward."
+                "that does forward and backward.",
+                code="blame.no-loss",
             )
         loss.backward()
         return loss
@@ -133,8 +151,10 @@ def _of_batch(model: nn.Module, batch: Mapping[str, Any]) -> Callable[[], object
 
 def _refuse(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
+        # An optimizer step in such a hook would change weights before later layers are observed.
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"blame: a hook acts on the gradient of {name!r} as soon as it is whole, as a step in backward does, and would change the "
-                "model. Remove the hooks for the call."
+                "model. Remove the hooks for the call.",
+                code="blame.step-in-backward",
             )

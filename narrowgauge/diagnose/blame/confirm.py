@@ -1,10 +1,14 @@
-"""Do suspects hurt? Where no trainer is there: the gradient of the step with one of them in 16 bits.
+"""Confirm suspects without a trainer, by the gradient with one suspect alone in 16 bits.
 
-    share = 1 - |g_suspect in 16 bits - g|^2 / |g_narrow - g|^2      g the gradient with all products in 16 bits, the same random numbers
+    share = 1 - |g_suspect in 16 bits - g|^2 / |g_low - g|^2
 
-A suspect is confirmed if at least SHARE of the squared distance goes with it. Blind to what the gradient does not show: a saturating window
-may even make it larger, and of a product above which nothing trains there is none. A stretch of steps (train.blamed) sees those too.
-Costs a forward and a backward pass for each suspect and two more, and one copy of all gradients.
+g is the gradient with all GEMMs in 16 bits and the same random numbers, g_low the gradient of the
+recipe. A suspect is confirmed if it accounts for at least SHARE of the squared distance.
+
+Limits: faults that do not show in the gradient of one step. A saturating amax history may even
+shorten the distance, and a GEMM whose result reaches no trained weight has no gradient. A probe
+over many steps (train.blamed) detects these too. Costs a forward and a backward pass per suspect
+and two more, and one copy of all gradients.
 """
 
 from __future__ import annotations
@@ -31,21 +35,25 @@ SHARE = 0.1
 
 @contextmanager
 def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
-    """Inside the block these products alone are computed in 16 bits, of layers that keep what they remember.
+    """Compute the GEMMs of these findings in 16 bits inside the block.
 
-    ConfigError of a weight that is kept as codes alone, which nothing else reads.
+    Layers keep their persistent state.
+
+    Raises ConfigError for a weight that is stored as codes alone: no 16-bit GEMM can read it.
     """
     layers, wider = dict(converted(model)), dict[str, Recipe]()
     before = {name: layer.recipe for name, layer in layers.items()}
     for each in findings:
         if layers[each.layer].frozen is not None:
             raise ConfigError(
-                f"the weight of {each.layer!r} is frozen as codes. Call narrowgauge.memory.thaw(model) first."
+                f"the weight of {each.layer!r} is frozen as codes. Call narrowgauge.memory.thaw(model) first.",
+                code="blame.frozen-codes",
             )
         own: Any = wider.get(each.layer, before[each.layer])
         wider[each.layer] = mixed(own, BF16, (each.product,))
     try:
         for name, recipe in wider.items():
+            # compute_as keeps amax histories and learned steps; a conversion would replace them.
             layers[name].compute_as(recipe)
         yield
     finally:
@@ -54,7 +62,7 @@ def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
 
 
 def by_gradient(model: nn.Module, compute: Callable[[], object], suspects: Sequence[Finding]) -> list[Confirmation]:
-    """One for each suspect. compute: forward and backward of the whole step."""
+    """Confirm each suspect. compute: forward and backward of the whole step."""
     with undisturbed(model), suspended(model):
         compute()
         wide = [None if each.grad is None else each.grad.detach().clone() for each in model.parameters()]
@@ -72,6 +80,7 @@ def _confirmed(
         return Confirmation((suspect.name,), None, f"it cannot be computed in 16 bits: {str(error).rstrip('.')}")
     if not whole > 0:
         return Confirmation((suspect.name,), None, "the gradient is that of 16 bits, whatever it computes")
+    # left can exceed whole: errors of several GEMMs partly cancel in the gradient.
     share, off = 1 - left / whole, (whole / size) ** 0.5 if size > 0 else float("inf")
     words = (
         f"with it alone in 16 bits {max(share, 0):.0%} of the squared distance of the gradient from that in 16 bits is gone "
@@ -84,13 +93,15 @@ def _confirmed(
 
 
 def _distance(model: nn.Module, compute: Callable[[], object], wide: list[Tensor | None]) -> tuple[float, float]:
-    """The square of the gradient's distance from `wide`, and of the norm of that."""
+    """(squared distance of the gradient from `wide`, squared norm of `wide`)."""
     far = size = 0.0
     with undisturbed(model):
         compute()
         with torch.no_grad():
             for parameter, other in zip(model.parameters(), wide, strict=True):
                 if parameter.grad is not None and other is not None:
+                    # float64 sums: squares of many small differences would lose digits in the
+                    # gradient's dtype.
                     far += float((parameter.grad - other).square().sum(dtype=torch.float64))
                     size += float(other.square().sum(dtype=torch.float64))
     return far, size

@@ -1,18 +1,25 @@
-"""Which products are suspect: beside a healthy step of the same product or, without one, beside the others of their kind.
+"""Judge which GEMMs are suspect, compared with a sound step or with other GEMMs of their kind.
 
-    times    of an operand    its error / that of the same operand of the healthy step, or the median of its kind
-             of a product     the larger of its two operands'
-    suspect  kernel           result further from the product of its own codes than rounding explains (`measure.roundings`)
-             not finite       a number that is none
-             operand          codes that are no cast of the original (`recast`)
-                              or times above LIMIT, of integers among integers above LIMIT_OF_INTEGERS, of those that are a cast by their
-                              own amax above LIMIT_OF_OUTLIERS; but not where it passes the window of earlier steps by a factor of up to
-                              PASSING: gradients of healthy runs do that for a step, and the window has seen it then
+A GEMM is suspect in three cases:
 
-A kind is the same operand of the same product under the same Gemm or, where fewer than SMALLEST layers have that, of all that are narrow.
-Errors of operands are compared and not those of results: of a float format the first are alike in all layers of healthy models (1.22 times
-the median at most), while sums that cancel, or rows that repeat, move the second by a factor of up to 6. Errors of integers follow from how
-far the largest element stands out (up to 5.0 times early in a run), and from learned steps (3.84). Figures in docs/trust.md.
+    kernel      the result differs from the product of its own codes by more than rounding explains
+                (`measure.roundings`)
+    not finite  NaN or infinity in an operand or the result
+    operand     codes that are not a cast of the original (`recast`), or `times` above a limit
+
+`times` is the error of an operand divided by its error at the sound step, or by the median of its
+kind. The limit is LIMIT; for integers among integers LIMIT_OF_INTEGERS; for integers that are a
+cast by their own amax LIMIT_OF_OUTLIERS. An operand that exceeds its amax history by a factor of up
+to PASSING is not suspect: gradients of sound runs do that for single steps, and the history
+contains the new amax then.
+
+A kind is the same operand of the same GEMM under the same Gemm settings or, if fewer than SMALLEST
+layers have these, of all low-precision operands. docs/trust.md has the figures.
+
+Errors of operands are compared, and not errors of results. For float formats operand errors are
+similar in all layers of sound models (at most 1.22 times the median). Errors of results vary by a
+factor of up to 6 with cancellation in sums and with repeated rows. Errors of integers depend on how
+far the largest element stands out (up to 5.0 times early in a run) and on learned steps (3.84).
 """
 
 from __future__ import annotations
@@ -30,27 +37,38 @@ from narrowgauge.diagnose.blame.watch import OPERANDS, Key
 LIMIT = 1.5
 LIMIT_OF_INTEGERS = 4.0
 LIMIT_OF_OUTLIERS = 8.0
+# Sound gradients exceed a history of 120 steps by a factor of 2.1 to 2.5 in single steps.
 PASSING = 4.0
-SMALLEST = 4  # layers of a kind
-SHARE = 0.01  # of elements that saturate or underflow: below it nobody is told
+SMALLEST = 4  # layers that make up a kind
+SHARE = 0.01  # of elements that saturate or underflow: smaller shares are not reported
 
 
 class Expected(NamedTuple):
-    """The error of an operand that is healthy, and whether that was one of integers."""
+    """Error of a sound operand; is_integer: True if it was cast to integers."""
 
     error: float
     is_integer: bool
 
 
-Baseline = Mapping[Key, Mapping[str, Expected]]  # (layer, product) -> role -> what is expected
+Baseline = Mapping[Key, Mapping[str, Expected]]  # (layer, GEMM) -> role -> expected error
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was seen of an operand; `expected` is what its kind, or the healthy step, shows; among_integers: so is what is expected.
+    """Measurements of one operand.
 
+    role, format                           "x", "w" or "gy", and its format
+    error                                  |codes - original| / |original|
+    expected                               the same of its kind, or of the sound step
+    saturated, underflown                  shares of the non-zero elements
+    lag                                    amax / amax that the scale was made for; None without
+                                           delayed scaling
+    is_narrow                              True if it was quantized
+    among_integers                         True if it and the expected operand are integers
     slope, own_slope, distance, scale_off  see `recast`
-    uncast                                 the largest of them over its limit: above 1 the codes are no cast of the original
+    uncast                                 the largest of these over its limit: above 1 the codes
+                                           are not a cast of the original
+    is_by_amax                             True if its scale comes from its own amax
     """
 
     role: str
@@ -72,12 +90,12 @@ class Reading:
 
     @property
     def is_cast(self) -> bool:
-        """Whether its codes are a cast of the original (`recast`)."""
+        """True if the codes are a cast of the original (`recast`)."""
         return self.uncast <= 1
 
     @property
     def times(self) -> float:
-        """How many times what is expected."""
+        """Error divided by the expected error."""
         if self.expected > 0:
             return self.error / self.expected
         return math.nan if math.isnan(self.error) else 0.0 if self.error == 0 else math.inf
@@ -90,7 +108,7 @@ class Reading:
 
     @property
     def is_passing(self) -> bool:
-        """Whether it is larger than its window gives, and not more than a healthy tensor may be for a step."""
+        """True if amax exceeds the history by no more than it may in a sound step."""
         return self.lag is not None and 1 < self.lag <= PASSING
 
     @property
@@ -99,7 +117,10 @@ class Reading:
 
     @property
     def over(self) -> float:
-        """By which operands are ordered: times over its limit, below 1 for what is no suspect; codes that are no cast, by how far."""
+        """Sort key of operands: `times` over its limit; for codes that are not a cast, `uncast`.
+
+        Below 1 for operands that are not suspect.
+        """
         if not self.is_narrow:
             return 0.0
         over = math.inf if math.isnan(self.times) else self.times / self.limit
@@ -109,11 +130,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Finding:
-    """One product of one layer.
+    """Measurements of one GEMM of one layer.
 
     error, noise, kernel, kernel_most  see `measure`
     lhs, rhs                           its operands
-    recipe                             of the layer
+    recipe                             name of the layer's recipe
+    shape                              [M, N, K]
     """
 
     layer: str
@@ -129,7 +151,7 @@ class Finding:
 
     @property
     def worse(self) -> Reading:
-        """The operand that is further from what is expected."""
+        """The operand with the larger excess over its limit."""
         return max((self.rhs, self.lhs), key=lambda each: (each.over, each.is_narrow))
 
     @property
@@ -146,14 +168,15 @@ class Finding:
 
     @property
     def score(self) -> tuple[float, ...]:
-        """By which findings are ordered: what is no number, kernels that are off, limits that are passed, then the noise of results."""
+        """Sort key: non-finite GEMMs, then faulty kernels, then operands by excess, then noise."""
         if not self.is_finite:
             return (3.0, 0.0, 0.0)
         if self.is_kernel:
             return (2.0, self.kernel / self.kernel_most, 0.0)
         worse = self.worse
         if worse.is_narrow and not worse.is_cast:
-            # Layers that share the casts of x all read them: the one that made them was called first, and sorting keeps that order.
+            # Layers that share the casts of x all read the same faulty codes. The layer that made
+            # them was called first; equal scores (two digits) and a stable sort keep it in front.
             return (1.0, float(f"{worse.over:.2g}"), 0.0)
         return (1.0, worse.over, self.noise)
 
@@ -163,7 +186,7 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """What is wrong with it, a clause; of one that is no suspect, how it compares."""
+        """Clause on the error; for a GEMM that is not suspect, on how it compares."""
         if not self.is_finite:
             return "holds numbers that are not finite"
         if self.is_kernel:
@@ -185,7 +208,7 @@ class Finding:
 
 
 def _uncast(reading: Reading) -> str:
-    """Why codes are no cast of their tensor, a clause."""
+    """Clause on the reason why codes are not a cast of their tensor."""
     words = (
         f"the codes of {reading.role} as {reading.format} are not a cast of {reading.role}: {reading.distance:.2g} of its norm apart, "
         f"slope {reading.slope:.4f}, of a fresh cast {reading.own_slope:.4f}"
@@ -196,13 +219,14 @@ def _uncast(reading: Reading) -> str:
 
 
 def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> list[Finding]:
-    """The findings beside their kinds, worst first. recipes: layer -> its Recipe."""
+    """Findings compared with their kinds, worst first. recipes: layer -> its Recipe."""
     kinds = _kinds(products, recipes)
     found = []
     for (layer, product), seen in products.items():
         readings = []
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
             gemm = getattr(recipes[layer], product)
+            # First the same settings, then all quantized operands. Unquantized operands expect 0.
             kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or Expected(0.0, False)
             readings.append(_reading(role, operand, kind))
         numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
@@ -211,7 +235,7 @@ def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> lis
 
 
 def errors_of(findings: Iterable[Finding]) -> Baseline:
-    """The `baseline` of a later step."""
+    """The `baseline` for a later step."""
     return {
         (each.layer, each.product): {one.role: Expected(one.error, one.is_integer) for one in (each.lhs, each.rhs)}
         for each in findings
@@ -219,7 +243,10 @@ def errors_of(findings: Iterable[Finding]) -> Baseline:
 
 
 def judged_by(findings: Iterable[Finding], baseline: Baseline) -> list[Finding]:
-    """The same readings beside a healthy step; products that it does not know, beside their kinds."""
+    """The same readings compared with a sound step.
+
+    GEMMs that the baseline lacks keep their kinds.
+    """
 
     def beside(each: Finding, reading: Reading) -> Reading:
         own = baseline.get((each.layer, each.product), {}).get(reading.role)
@@ -244,7 +271,10 @@ def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
 
 
 def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], Expected]:
-    """(product, Gemm or None for all, role) -> the median error of narrow operands of this kind, and whether most are integers."""
+    """(GEMM, Gemm settings or None for all, role) -> expected error of this kind.
+
+    The error is the median over quantized operands; `is_integer` if most of these are integers.
+    """
     members: dict[tuple[str, Any, str], list[Operand]] = {}
     for (layer, product), seen in products.items():
         gemm = getattr(recipes[layer], product)
@@ -255,16 +285,17 @@ def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[
     return {
         key: Expected(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
         for key, own in members.items()
+        # The median of a few operands could be the faulty one itself.
         if key[1] is None or len(own) >= SMALLEST
     }
 
 
 def as_numbers(finding: Finding) -> dict[str, Any]:
-    """JSON's types; see `from_numbers`."""
+    """Convert to JSON's types; see `from_numbers`."""
     return asdict(finding)
 
 
 def from_numbers(numbers: Mapping[str, Any]) -> Finding:
-    """What `as_numbers` gave, after JSON."""
+    """Restore a Finding from `as_numbers` after JSON."""
     readings = {side: Reading(**numbers[side]) for side in ("lhs", "rhs")}
     return Finding(**{**numbers, "shape": tuple(numbers["shape"]), **readings})

@@ -1,17 +1,20 @@
-"""One matrix product of a Linear against the same product in wide numbers: how far off it is, and what put it there.
+"""Measure one GEMM of a Linear against the same GEMM in high precision.
 
-    lhs [M, K], rhs [N, K]    the operands as they came, rotated and sampled where the recipe does that
-    codes                     what was made of them: codes times scales, or 16 bits
-    result [M, N]             what the kernel gave of the codes
+    lhs [M, K], rhs [N, K]    original operands, rotated and sampled if the recipe does so
+    codes                     their quantized form: codes times scales, or 16 bits
+    result [M, N]             the kernel's result from the codes
 
-    error        |result - lhs @ rhs.T| / |lhs @ rhs.T|                          the format, and the kernel        (Frobenius norms)
-    noise        |result - lhs @ rhs.T| / sqrt(sum over k |lhs_k|^2 |rhs_k|^2)   the same, as if nothing cancelled: k a contracted column
-    kernel       |result - codes product| / |codes product|                     the kernel alone
-    kernel_most  how much of that roundings of the sum and of the result explain, see `roundings`
+In Frobenius norms, k a contracted column:
 
-Wide is float64 on a CPU, and float32 without TF32 on a GPU, where float64 is slow and 2^-24 is far below what is looked for. One operand
-pair at a time is wide, lhs in stretches of rows: 8 bytes (4 on a GPU) per element of rhs, and STRETCH numbers.
-Sums of squares are kept, so that micro-batches add up.
+    error        |result - lhs @ rhs.T| / |lhs @ rhs.T|                          format and kernel
+    noise        |result - lhs @ rhs.T| / sqrt(sum over k |lhs_k|^2 |rhs_k|^2)   no cancellation
+    kernel       |result - codes product| / |codes product|                      the kernel alone
+    kernel_most  upper bound on `kernel` from rounding of the sum and of the result, see `roundings`
+
+High precision is float64 on a CPU. On a GPU it is float32 without TF32, because float64 is slow
+there and 2^-24 is far below the errors of interest. One operand pair at a time is converted, lhs in
+blocks of rows: 8 bytes (4 on a GPU) per element of rhs, and STRETCH elements. Sums of squares are
+stored, so that micro-batches add up.
 """
 
 from __future__ import annotations
@@ -32,21 +35,32 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Current, Window
 from narrowgauge.scaling import times_scale
 
-STRETCH = 2**22  # elements of lhs and of the result that are wide at once
+STRETCH = 2**22  # elements of lhs and of the result that are in high precision at once
+# Half a unit in the last place of bfloat16 is 2^-8 of the value, not 2^-9. A bound of 2^-9 held in
+# 3,000 GEMMs, since roundings average out to 0.0017, and failed at the first small GEMM with
+# unlucky mantissas.
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-TENSOR_CORE = 2.0**-13  # Hopper adds FP8 products with 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2)
-PROMOTED = 128  # FP8 products between two sums in float32, where accumulation is not fast
+# Hopper accumulates FP8 products with 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+TENSOR_CORE = 2.0**-13
+PROMOTED = 128  # FP8 products between two float32 sums if accumulation is not fast
 
 
 @dataclass
 class Operand:
-    """Sums over what one operand of a product was cast from, finite elements alone.
+    """Sums over one operand of a GEMM, finite elements only.
 
-    error, size  squares of codes - original, and of the original
-    saturated    elements beyond the format's largest number; underflown: not zero, but of code zero; nonzero: of all that are not zero
-    is_by_amax   its scales are those of its own amax
-    used         largest amax that its scale was for (is_delayed: by a window); present: the largest amax itself
-    recast       the codes against a fresh cast of the original
+    format       its cast, or its 16-bit dtype
+    is_narrow    True if it is quantized
+    is_integer   True if it is quantized to integers
+    is_delayed   True if its scale comes from an amax history
+    is_by_amax   True if its scale comes from its own amax
+    error, size  sums of squares of codes - original, and of the original
+    saturated    elements beyond the format's largest number
+    underflown   non-zero elements with code zero
+    nonzero      non-zero elements
+    used         largest amax that a scale was made for
+    present      largest amax of the original
+    recast       codes compared with a fresh cast of the original
     """
 
     format: str = ""
@@ -78,7 +92,7 @@ class Operand:
         self.recast.take(other.recast)
 
     def add(self, original: Tensor, codes: QTensor | Tensor, wide: torch.dtype, noise: Tensor | None = None) -> None:
-        """original [outer, inner] in the orientation of the codes, as is the noise that they were rounded with."""
+        """Add one operand; original [outer, inner] and noise are oriented as the codes are."""
         decoded = decode(codes)
         for own, made, scale in _stretches(original, decoded, _scales(codes)):
             wide_own = own.to(wide)
@@ -88,6 +102,8 @@ class Operand:
             self.nonzero += int(here.sum())
             self.underflown += int((here & (made == 0)).sum())
             if scale is not None and isinstance(codes, QTensor):
+                # ROUNDING: amax * (1 / scale) may exceed the maximum by rounding alone
+                # (diagnose/statistics.py).
                 limit = scale * (codes.cast.format.max * (1 + ROUNDING))
                 self.saturated += int((own.abs().to(torch.float32) > limit).sum())
         if not isinstance(codes, QTensor):
@@ -104,10 +120,16 @@ class Operand:
 
 @dataclass
 class Product:
-    """Sums over the calls of one product of one layer.
+    """Sums over the calls of one GEMM of one layer. All floats are sums of squares.
 
-    roundings  squares of what rounding explains of the kernel's distance
-    shape      [M, N, K] of the last call; calls: how many
+    far         result - lhs @ rhs.T
+    size        lhs @ rhs.T
+    incoherent  |lhs_k|^2 |rhs_k|^2 over k: size without cancellation
+    off         result - product of the codes
+    coded       product of the codes
+    explained   bound on `off` from rounding
+    shape       [M, N, K] of the last call
+    calls       number of calls
     """
 
     lhs: Operand = field(default_factory=Operand)
@@ -122,7 +144,7 @@ class Product:
     calls: int = 0
 
     def take(self, other: Product) -> None:
-        """Adds the sums of another rank."""
+        """Add the sums of another rank."""
         for each in ("far", "size", "incoherent", "off", "coded", "explained", "calls"):
             setattr(self, each, getattr(self, each) + getattr(other, each))
         self.lhs.take(other.lhs)
@@ -155,10 +177,10 @@ class Product:
         fast: bool,
         noises: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
-        """One call. originals, codes, noises: of lhs and rhs, [outer, contracted].
+        """Add one call. originals, codes, noises: of lhs and rhs, [outer, contracted].
 
-        fast    the kernel may add FP8 products with few bits
-        noises  that codes were rounded with stochastically, where it is known
+        fast    True if the kernel may accumulate FP8 products with few bits
+        noises  noise of stochastic rounding, where it is known
         """
         wide = torch.float32 if result.is_cuda else torch.float64
         self.calls += 1
@@ -170,6 +192,8 @@ class Product:
             columns = [each.to(wide).square().sum(dim=0, dtype=torch.float64) for each in originals]
             off, coded, explained = kernel_distance(codes, bias, result, fast)
         self.far, self.size, self.off, self.coded = self.far + far, self.size + size, self.off + off, self.coded + coded
+        # Sums of squares per contracted column: the size of the result if its terms were
+        # independent.
         self.incoherent += float((columns[0] * columns[1]).sum())
         self.explained += explained**2
 
@@ -177,9 +201,14 @@ class Product:
 def kernel_distance(
     codes: tuple[QTensor | Tensor, QTensor | Tensor], bias: Tensor | None, result: Tensor, fast: bool
 ) -> tuple[float, float, float]:
-    """(squares of result - codes product, squares of the codes product, the norm of the first that rounding explains).
+    """Distance of a kernel's result from the product of its codes.
 
-    codes: of lhs and rhs. Call it inside `exact_float32`.
+    Returns (sum of squares of result - codes product, sum of squares of the codes product, bound on
+    the norm of the difference from rounding).
+
+    codes  of lhs and rhs
+
+    Call it inside `exact_float32`.
     """
     wide = torch.float32 if result.is_cuda else torch.float64
     decoded = decode(codes[0]), decode(codes[1])
@@ -192,12 +221,13 @@ def kernel_distance(
 def roundings(
     result: Tensor, codes: tuple[QTensor | Tensor, QTensor | Tensor], coded: float, whole: float, lengths: float, fast: bool
 ) -> float:  # fmt: skip
-    """The most by which a right kernel's result is off its own codes' product, as a Frobenius norm.
+    """Bound on the Frobenius distance of a correct kernel's result from its own codes' product.
 
-    Rounding of the result: a unit roundoff of what it holds, bias included (`whole`). The sum in float32: 4 sqrt(K) 2^-24 |lhs| |rhs|,
-    which a sum of K rounded terms passes with a probability below 1e-3 per element (Higham and Mary 2019, theorem 2.4). Narrow floats
-    on a GPU: 2^-13 of the sum for each of sqrt(K) independent roundings, K at most 128 where partial sums are promoted; measured is a
-    fifth of that (docs/convergence.md, fast accumulation).
+    Rounding of the result: a unit roundoff of its values including the bias (`whole`). The float32
+    sum: 4 sqrt(K) 2^-24 |lhs| |rhs|, which a sum of K rounded terms exceeds with a probability
+    below 1e-3 per element (Higham and Mary 2019, theorem 2.4). FP8 and smaller floats on a GPU:
+    2^-13 of the sum for each of sqrt(K) independent roundings, with K at most 128 if partial sums
+    are promoted. The measured error is a fifth of that (docs/convergence.md, fast accumulation).
     """
     contracted = codes[0].shape[1]
     most = UNIT[result.dtype] * whole + 4 * math.sqrt(contracted) * UNIT[torch.float32] * lengths
@@ -209,7 +239,7 @@ def roundings(
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Float32 products of a GPU are computed as such inside the block, and as the program says after it."""
+    """Disable TF32 for float32 GEMMs of a GPU inside the block; restores the setting after it."""
     if device.type != "cuda":
         yield
         return
@@ -229,10 +259,11 @@ def decode(codes: QTensor | Tensor) -> Tensor:
 def _distance(
     result: Tensor, operands: tuple[Tensor, Tensor], bias: Tensor | None, wide: torch.dtype
 ) -> tuple[float, float, float]:
-    """Squares of result - (lhs @ rhs.T + bias), of lhs @ rhs.T, and of that with its bias."""
+    """Sums of squares: result - product - bias, product = lhs @ rhs.T, and product + bias."""
     lhs, rhs = operands
     right, far, size, whole = rhs.to(wide).T, 0.0, 0.0, 0.0
     rows = max(1, STRETCH // max(lhs.shape[1] + rhs.shape[0], 1))
+    # Autocast would cast the high-precision operands back to 16 bits.
     with torch.autocast(result.device.type, enabled=False):
         for left, own in zip(lhs.split(rows), result.split(rows), strict=True):
             product = left.to(wide) @ right
@@ -245,7 +276,7 @@ def _distance(
 
 
 def _scales(codes: QTensor | Tensor) -> Tensor | None:
-    """The scale of each element, [outer, inner], or one for all."""
+    """Scale of each element, [outer, inner], or one scale for all."""
     if not isinstance(codes, QTensor):
         return None
     scale = codes.full_scale()
@@ -266,7 +297,7 @@ def _squares(x: Tensor) -> float:
 
 
 def _ratio(far: float, size: float) -> float:
-    """Of two sums of squares, as a ratio of norms; 0 of nothing, infinite of something in the place of nothing."""
+    """Ratio of two norms from their sums of squares; 0 for 0 / 0, infinite for x / 0."""
     if math.isnan(far) or math.isnan(size):
         return math.nan
     return math.sqrt(far / size) if size > 0 else 0.0 if far == 0 else math.inf

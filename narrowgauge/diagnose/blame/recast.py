@@ -1,20 +1,23 @@
-"""The codes of an operand against a fresh cast of the tensor that they stand for, which sees a bias that rounding hides.
+"""Compare codes with a fresh cast of their tensor, which detects a bias that rounding hides.
 
-    slope        <q, x> / <x, x>          of the decoded codes q that a product read
-    own slope    <r, x> / <x, x>          r: x cast again, by the scales of q and with the same random numbers
+    slope        <q, x> / <x, x>          for the decoded codes q that a GEMM read
+    own slope    <r, x> / <x, x>          r: x cast again, with the scales and random numbers of q
     apart        |q - r| / |x|
-    scale off    largest |scale / own scale - 1| of a tile, own scale: that of x by its cast
+    scale off    largest |scale / own scale - 1| of a tile; own scale: the cast's scale of x
 
-In a sound cast q is r, so the slopes are equal and the rest is zero: measured on the healthy models of benchmarks/blame_faults.py.
-A factor of 0.995 before the cast leaves |q - x| as it was, and moves the slope by 0.005.
+For a correct cast q = r, so the slopes are equal and the rest is zero, as measured on the sound
+models of benchmarks/blame_faults.py. A factor of 0.995 before the cast leaves |q - x| unchanged,
+and moves the slope by 0.005.
 
-The own slope is not exactly 1, so a cast is the reference: those models show 0.989 to 1.008 in FP8, 0.94 to 1.02 under nvfp4, and down to
-0.73 with learned steps, which clip.
-Where the random numbers of stochastic rounding are not known, r is the expected value of q, the slope has a standard deviation of
-sqrt(sum x^2 (high - x) (x - low)) / <x, x>, and `apart` counts the elements of q that are none of their two neighbours.
+The own slope is not exactly 1, so a fresh cast is the reference: those models have 0.989 to 1.008
+in FP8, 0.94 to 1.02 under nvfp4, and down to 0.73 with learned steps, which clip.
 
-A history of amax and a learned step give scales that depend on more than x: there the scale is not compared.
-Cost: a cast, and a few float32 copies of the operand.
+If the random numbers of stochastic rounding are unknown, r is the expected value of q. The slope
+then has a standard deviation of sqrt(sum x^2 (high - x) (x - low)) / <x, x>, and `apart` counts the
+elements of q that are neither of their two neighbours, low and high.
+
+Scales from an amax history and learned steps depend on more than x, so `scale off` skips them.
+Costs a cast and a few float32 copies of the operand.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.recast import own_scale, recast
 from narrowgauge.qtensor import QTensor
 
-BIAS = 1e-3  # of the slope
-DEVIATIONS = 5.0  # of the slope, where random numbers are not known
-APART = 1e-3  # of the tensor's norm
+BIAS = 1e-3  # limit on the difference of the slopes
+DEVIATIONS = 5.0  # limit in standard deviations of the slope, if the random numbers are unknown
+APART = 1e-3  # limit, as a fraction of the tensor's norm
 SCALE_OFF = 1e-3
 _ALMOST_ONE = 1 - 2.0**-24
 
@@ -43,9 +46,10 @@ class Recast:
     along, own   <q, x> and <r, x>
     size         <x, x>
     apart        |q - r|^2
-    variance     of `along`, from random numbers that are not known
-    scale_off    see the module
-    differ       elements of q that are not r's; count: all of them
+    variance     variance of `along` from unknown random numbers
+    scale_off    see the module docstring
+    differ       elements where q is not r
+    count        all elements
     """
 
     along: float = 0.0
@@ -58,17 +62,23 @@ class Recast:
     count: int = 0
 
     def take(self, other: Recast) -> None:
-        """Adds the sums of another rank."""
+        """Add the sums of another rank."""
         for each in ("along", "own", "size", "apart", "variance", "differ", "count"):
             setattr(self, each, getattr(self, each) + getattr(other, each))
         self.scale_off = max(self.scale_off, other.scale_off)
 
     def add(self, original: Tensor, codes: QTensor, noise: Tensor | None) -> None:
-        """original [outer, inner], of which `codes` should be a cast; noise: that it was rounded with, if it is known."""
+        """Add one cast. original: [outer, inner].
+
+        codes  codes that should be a cast of `original`
+        noise  noise that they were rounded with, if it is known
+        """
         if original.shape != codes.shape or not original.numel():
             return
         made, x = dequantize(codes), original.detach().to(torch.float32)
         if codes.cast.rounding == "stochastic" and noise is None:
+            # Noise 0 rounds every fraction up and noise just below 1 rounds it down: the two
+            # neighbours.
             ends = (recast(original, codes, torch.full_like(x, end)) for end in (0.0, _ALMOST_ONE))
             low, high = torch.aminmax(torch.stack(tuple(ends)), dim=0)
             own = x.clamp(low, high)
@@ -95,19 +105,19 @@ class Recast:
 
     @property
     def distance(self) -> float:
-        """|q - r| / |x|; infinite of something in the place of nothing."""
+        """|q - r| / |x|; infinite if x is zero and q is not."""
         if self.size > 0 or math.isnan(self.size):
             return math.sqrt(self.apart / self.size)
         return math.inf if self.apart > 0 else 0.0
 
     @property
     def deviation(self) -> float:
-        """Of the slope."""
+        """Standard deviation of the slope."""
         return math.sqrt(self.variance) / self.size if self.size > 0 else 0.0
 
     @property
     def over(self) -> float:
-        """The largest of the measures over its limit: above 1 it is no cast of x."""
+        """Largest measure over its limit; above 1 the codes are not a cast of x."""
         bias = abs(self.slope - self.own_slope) / max(BIAS, DEVIATIONS * self.deviation)
         return max(bias, self.distance / APART, self.scale_off / SCALE_OFF)
 

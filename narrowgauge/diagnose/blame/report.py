@@ -1,4 +1,4 @@
-"""What blame found, as a table, sentences, the line to use, and JSON."""
+"""Results of blame as a table, as sentences, as a setting, and as JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 from narrowgauge.diagnose.blame.judge import Baseline, Finding, as_numbers, errors_of, from_numbers, judged_by
 from narrowgauge.recipe import GEMMS
 
-ROWS = 10  # of the table
+ROWS = 10  # rows of the table
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What became of the loss, or the gradient, with suspects alone in 16 bits.
+    """Effect on loss or gradient of computing suspects alone in 16 bits.
 
-    products  "layer:product" of those
-    hurts     whether they are what the narrow numbers cost here; None: what was measured cannot say
-    words     a clause with the numbers
-    numbers   these
+    products  "layer:GEMM" of the suspects
+    hurts     True if they cause a loss of accuracy here, False if not; None: the measurement cannot
+              decide
+    words     clause with the numbers
+    numbers   the numbers
     """
 
     products: tuple[str, ...]
@@ -31,12 +32,12 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Blame:
-    """The products of one observed step, worst first.
+    """GEMMs of one observed step, worst first.
 
-    findings       every product that was seen
-    confirmations  of the first suspects
-    notes          sentences on what could not be looked at
-    step           of a run, 0 outside of one
+    findings       every observed GEMM
+    confirmations  results for the first suspects
+    notes          sentences on GEMMs that could not be observed
+    step           step of a run; 0 outside of a run
     """
 
     findings: tuple[Finding, ...]
@@ -50,27 +51,31 @@ class Blame:
 
     @property
     def baseline(self) -> Baseline:
-        """What a later step is compared with, if this one was healthy."""
+        """Expected errors for a later step, if this step was sound."""
         return errors_of(self.findings)
 
     def beside(self, baseline: Blame | Baseline) -> Blame:
-        """The same step, judged beside a healthy one."""
+        """The same step, judged against a sound one."""
         known = baseline.baseline if isinstance(baseline, Blame) else baseline
         return Blame(tuple(judged_by(self.findings, known)), (), self.notes, self.step)
 
     @property
     def recipes(self) -> list[str]:
-        """Entries of the setting `recipes` that compute in 16 bits the suspects, or those of them of which it is known that they hurt."""
+        """Entries of the setting `recipes` that compute the suspects in 16 bits.
+
+        If some suspects are confirmed, only these.
+        """
+        # If nothing is confirmed, the setting covers all suspects.
         hurting = {name for each in self.confirmations if each.hurts for name in each.products}
         return entries(each for each in self.suspects if not hurting or each.name in hurting)
 
     @property
     def setting(self) -> str:
-        """The line for a configuration file, or ''."""
+        """Line for a configuration file, or ''."""
         return f"recipes = {json.dumps(self.recipes)}" if self.suspects else ""
 
     def sentences(self) -> list[str]:
-        """What was found; ends in the line to use, where there are suspects."""
+        """Sentences on the result; the last one is the setting to use, if there are suspects."""
         layers = len({each.layer for each in self.findings})
         seen = f"{len(self.findings)} products of {layers} layers"
         if not self.suspects:
@@ -84,7 +89,7 @@ class Blame:
         return [*said, *self.notes, "In 16 bits they are computed with", self.setting]
 
     def table(self, rows: int = ROWS) -> str:
-        """The worst products, a line each."""
+        """The worst GEMMs, one line each."""
         head = ("product", "error", "expected", "times", "saturates", "to zero", "kernel", "")
         lines = [head]
         for each in self.findings[:rows]:
@@ -103,7 +108,7 @@ class Blame:
         return "\n".join([self.table(), *self.sentences()])
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON's types; `from_dict` reads it."""
+        """Convert to JSON's types; `from_dict` reads them."""
         return {
             "step": self.step,
             "findings": [as_numbers(each) for each in self.findings],
@@ -123,7 +128,7 @@ class Blame:
 
 
 def entries(findings: Iterable[Finding]) -> list[str]:
-    """'layer=bf16:products' of each layer."""
+    """'layer=bf16:products' for each layer."""
     products: dict[str, set[str]] = {}
     for each in findings:
         products.setdefault(each.layer, set()).add(each.product)

@@ -1,10 +1,12 @@
-"""A forward and a backward pass that leave no trace: gradients, windows, counters, generators and kept casts are as before, to the bit.
+"""Run a forward and a backward pass without side effects on the model.
 
     with undisturbed(model):
         loss(model, batch).backward()
 
-Weights are not copied, since no optimizer steps: what is copied are buffers, the state that recipes add to layers (learned steps write
-theirs in a forward pass while they are cold), and the states of generators. Gradients are set aside, and copied on several ranks only.
+Gradients, amax histories, counters, random generators and cached casts are restored bit for bit.
+Weights are not copied, since no optimizer steps. Buffers, layer state of recipes and generator
+states are copied; learned steps write their state in a forward pass during their cold start.
+Gradients are set aside, and copied on several ranks only.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from narrowgauge.nn.amax_history import AmaxHistory, LayerState
 from narrowgauge.nn.linear import QLinear
 
 PutBack = Callable[[], Any]
+# Fields of QLinear, AmaxHistory and the agreement of ranks that a step changes. A new field of
+# these classes must be added here.
 _OF_LAYER = (
     "_step_watch", "step_ended", "_cache", "called", "suspects", "reads_last", "warned_of_ranks", "warned_of_eval",
 )  # fmt: skip
@@ -31,9 +35,9 @@ _OF_DISTRIBUTED_STATE = ("step", "micro_batch")
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model computes as in a step; afterwards nothing of it is left, also where it raises.
+    """Restore the model after the block, also if it raises.
 
-    Inside, gradients begin at None, and no cast of a weight is kept from call to call.
+    Inside the block gradients start as None, and no weight cast is cached from call to call.
     """
     put_back = [*_tensors(model), *_attributes(model)]
     drawn = generators()
@@ -43,11 +47,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.stop_keeping()
         yield
     finally:
+        # Tensors first: the fields below hold version counters, which writing a tensor back
+        # changes.
         for each in put_back:
             each()
         set_generators(drawn)
         for module in model.modules():
             if isinstance(module, QLinear) and module.shared_inputs is not None:
+                # Casts of inputs of the block would be found again by the address of freed memory.
                 module.shared_inputs.clear()
 
 
@@ -65,7 +72,8 @@ def _tensors(model: nn.Module) -> Iterator[PutBack]:
 
 def _gradient(parameter: nn.Parameter) -> PutBack:
     before = parameter.grad
-    # Of DistributedDataParallel gradients may be views of what it sends, which the next backward pass writes.
+    # Under DistributedDataParallel gradients may be views of communication buckets, which the next
+    # backward pass overwrites.
     content = before.detach().clone() if before is not None and torch.distributed.is_initialized() else None
 
     def put_back() -> None:
@@ -80,14 +88,18 @@ def _gradient(parameter: nn.Parameter) -> PutBack:
 def _content(tensor: Tensor, before: Tensor) -> PutBack:
     def put_back() -> None:
         with torch.no_grad():
-            if not torch.equal(tensor, before):  # nobody takes it for written
+            # An unchanged tensor keeps its version, so that casts of it stay valid.
+            if not torch.equal(tensor, before):
                 tensor.copy_(before)
 
     return put_back
 
 
 def _attributes(model: nn.Module) -> Iterator[PutBack]:
-    """After the tensors: what follows their versions is put back last."""
+    """Yield restores of fields.
+
+    They follow the tensors, because some fields follow tensor versions.
+    """
     for module in model.modules():
         if isinstance(module, QLinear):
             yield _fields(module, _OF_LAYER)

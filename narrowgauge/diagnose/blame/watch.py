@@ -1,7 +1,8 @@
-"""Sees each product of each converted Linear in a step, and measures it (`measure`) at once: nothing of it is kept.
+"""Observe each GEMM of each converted Linear in a step and measure it (`measure`) at once.
 
-Inputs of which a recipe keeps codes alone are kept as they came while a layer is watched (`LinearContext.watches`), so that grad_weight is
-judged against x and not against its codes. With `at_once` layers watched in a pass, more passes hold fewer of them.
+Nothing of the GEMM is stored. For recipes that save only codes of x, an observed layer saves x
+itself (`LinearContext.watches`), so that grad_weight is judged against x. Judged against the codes,
+grad_weight looked exact. With `at_once` layers per pass, more passes need less memory each.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 from narrowgauge.structure import plain_name
 
-# Product -> the roles of its lhs and its rhs.
+# GEMM -> the roles of its lhs and its rhs.
 OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
-Key = tuple[str, str]  # layer, product
+Key = tuple[str, str]  # (layer, GEMM)
 
 
 class LayerWatch:
-    """The observer of one layer (`nn.observer.ProductObserver`)."""
+    """Observer of one layer (`nn.observer.ProductObserver`)."""
 
     def __init__(self, name: str, layer: QLinear, found: dict[Key, Product]) -> None:
         self.name, self.layer, self.found = name, layer, found
+        # (GEMM, role) -> (original, codes) between the call of an operand and of its result.
         self.seen: dict[tuple[str, str], tuple[Tensor, QTensor | Tensor]] = {}
         self.noise: dict[tuple[str, str], Tensor] = {}
 
@@ -36,6 +38,7 @@ class LayerWatch:
         self.noise[gemm, role] = noise
 
     def __call__(self, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+        # Originals arrive untransposed; the second GEMM of a role reads its transpose.
         is_rows = PRODUCTS[role][0] == gemm
         self.seen[gemm, role] = (original.detach() if is_rows else original.detach().T, operand)
 
@@ -47,12 +50,14 @@ class LayerWatch:
         recipe = self.layer.recipe
         fast = recipe is not None and getattr(recipe, gemm).fast_accumulate
         product = self.found.setdefault((self.name, gemm), Product())
+        # Measured inside the hook: storing operands until the end of the step would keep all
+        # activations alive.
         product.add((lhs[0], rhs[0]), (lhs[1], rhs[1]), bias, result.detach(), fast, (left, right))
 
 
 @contextmanager
 def watching(layers: Sequence[tuple[str, QLinear]], found: dict[Key, Product]) -> Iterator[None]:
-    """Inside the block, products of these layers are measured. Observers of before are back after it."""
+    """Measure GEMMs of these layers inside the block; earlier observers are restored after it."""
     before = [layer.observer for _, layer in layers]
     try:
         for name, layer in layers:
@@ -64,7 +69,10 @@ def watching(layers: Sequence[tuple[str, QLinear]], found: dict[Key, Product]) -
 
 
 def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
-    """The sums of all ranks; each has called this. Shards of a layer add up as micro-batches do."""
+    """Sum over all ranks; every rank must call this.
+
+    Shards of a layer add up as micro-batches do.
+    """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return found
     told: list[Any] = [None] * torch.distributed.get_world_size()
@@ -77,6 +85,6 @@ def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
 
 
 def converted(model: nn.Module) -> list[tuple[str, QLinear]]:
-    """The Linears that compute by a recipe now, by their names without what wrappers add."""
+    """Linears that use a recipe now, with their names stripped of wrappers."""
     layers = ((plain_name(name), each) for name, each in model.named_modules() if isinstance(each, QLinear))
     return [(name, each) for name, each in layers if each.recipe is not None and not each.is_suspended]

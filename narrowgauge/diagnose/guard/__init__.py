@@ -1,1 +1,4 @@
-"""The guard: judges a run on narrow numbers against short BF16 stretches from its own state. Nothing is imported here."""
+"""The guard: compares a low-precision run with short BF16 probes from its own state.
+
+Nothing is imported here.
+"""

@@ -1,22 +1,29 @@
-"""Do the last steps of a check compute what their recipe says? A second look of the guard, without a reference run and without statistics.
+"""Audit: do the last steps of a check compute according to their recipe?
 
-A stretch in BF16 begins from the same weights, so it cannot show what those weights lost before: codes of an earlier weight, say, hold a
-run on a plateau that BF16 does not leave either. This looks at the numbers themselves, while the run takes its own steps:
+Needs neither a reference run nor statistics.
 
-    weight codes    of every layer, as the forward and the backward product read them, against a fresh cast of the weight, bit for bit
-                    (with a rotation: within blame's limits); whichever cache, optimizer step or message they came from
-    casts           of x in output and of gy in both backward products, against a fresh cast with the same random numbers
-    products        against the product of their own codes, in wide numbers
-    random numbers  of stochastic rounding against those of the step before
+A BF16 probe starts from the same weights, so it cannot show earlier losses. For example, codes of
+an outdated weight hold a run on a plateau that BF16 does not leave either. The audit therefore
+compares the numbers themselves, during the run's own steps:
 
-The last three of at most LAYERS layers a check, others at the next one. Measures and limits are those of blame (`recast`, `measure`): in
-sound runs all differences are zero, so one look suffices. Only the first call of a layer in a step is looked at.
+    weight codes    of every layer, as forward and backward read them, with a fresh cast of the
+                    weight, bit for bit (with a rotation: within blame's limits), from any cache,
+                    optimizer step or collective
+    casts           of x in output and of gy in both backward GEMMs, with a fresh cast and the same
+                    noise
+    GEMMs           with the product of their own codes in high precision
+    random numbers  of stochastic rounding with those of the previous step
 
-Observers read and change nothing, so the run keeps its bits. Fused producers compute as in any step, and their casts are compared.
-`unseen` says what was not: compiled code, layers whose forward was replaced, weights that are gathered from other ranks as codes.
-x in grad_weight is left to blame.
+The last three are compared for at most LAYERS layers per check, other layers at the next check.
+Measures and limits are those used by blame (`recast`, `measure`). In sound runs all differences are
+zero, so one check is enough. Only the first call of a layer in a step is compared.
 
-    cost  of STEPS steps a check: a cast of each weight and, of LAYERS layers, a product in wide numbers for each of their products
+Observers only read, so the run stays bit-identical. Fused producers compute as in any step, and
+their casts are compared. `unseen` lists the rest: compiled code, layers with a replaced forward,
+and weights gathered from other ranks as codes. x in grad_weight is left to blame.
+
+Costs, in STEPS steps per check: a cast of each weight and, for LAYERS layers, a high-precision GEMM
+for each of their GEMMs.
 """
 
 from __future__ import annotations
@@ -40,20 +47,22 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 
-STEPS = 2  # at the end of a check
-LAYERS = 16  # whose products are computed again
-SAMPLE = 64  # random numbers of a cast; two draws of them are equal with a probability of 2^-1536
+STEPS = 2  # audited steps at the end of a check
+LAYERS = 16  # layers per check whose GEMMs are recomputed
+# Random numbers compared per cast; two independent draws are equal with a probability of 2^-1536.
+SAMPLE = 64
 
-Key = tuple[str, str, str]  # layer, product, role
+Key = tuple[str, str, str]  # (layer, GEMM, role)
 
 
 @dataclass
 class Audited:
-    """What was seen. JSON's types, so that a checkpoint may hold it.
+    """Result of an audit, in JSON's types, so that a checkpoint can hold it.
 
-    unlike    "layer:product" -> (kind, detail), see `unlike`
-    compared  products of which something was compared
-    unseen    layers with a recipe of which nothing was; carried: of these, whose weights come as codes
+    unlike    "layer:GEMM" -> (kind, detail), see `unlike`
+    compared  GEMMs with at least one comparison
+    unseen    layers with a recipe that were not compared
+    carried   unseen layers whose weights arrive as codes
     """
 
     unlike: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -62,7 +71,7 @@ class Audited:
     carried: list[str] = field(default_factory=list)
 
     def take(self, other: Audited) -> None:
-        """Adds another step, or another rank."""
+        """Merge another step or another rank."""
         for name, found in other.unlike.items():
             self.unlike.setdefault(name, found)
         self.compared = sorted({*self.compared, *other.compared})
@@ -71,11 +80,11 @@ class Audited:
         self.unseen = sorted({*self.unseen, *other.unseen} - seen)
 
     def event(self) -> dict[str, Any]:
-        """Keys of the event of a check."""
+        """Keys for the check's event."""
         return {"unlike": dict(self.unlike), "compared": len(self.compared), "unseen": self.unseen_words()}
 
     def unseen_words(self) -> str:
-        """A sentence on what could not be compared, or ''."""
+        """Sentences on layers that could not be compared, or ''."""
         said = []
         if self.unseen:
             said.append(
@@ -90,29 +99,37 @@ class Audited:
 
 
 class Audit:
-    """Of one check of a model: `begin` before each of its last STEPS steps, `end` after it, then `found`."""
+    """Audit of one check.
+
+    Call `begin` before each of its last STEPS steps, `end` after each, then `found`.
+    """
 
     def __init__(self, model: nn.Module, number: int) -> None:
-        """number: of the check, from 0; it chooses the layers whose products are looked at."""
+        """Prepare an audit. number: of the check, from 0.
+
+        It selects the layers whose GEMMs are compared.
+        """
         self._model, self._number = model, number
         self._watches: list[_LayerAudit] = []
         self._noise: dict[Key, Tensor] = {}
         self._found = Audited()
 
     def begin(self) -> None:
-        """Observes the step that comes now."""
+        """Observe the next step."""
         self.end()
         layers = converted(self._model)
+        # A window of layers that moves from check to check and wraps around.
         first = self._number * LAYERS % max(len(layers), 1)
         chosen = {(first + place) % len(layers) for place in range(min(LAYERS, len(layers)))}
         for place, (name, layer) in enumerate(layers):
             watch = _LayerAudit(name, layer, place in chosen, self._noise)
             self._watches.append(watch)
+            # A user's observer is not displaced; the layer then counts as unseen.
             if layer.observer is None:
                 layer.observer = watch
 
     def end(self) -> None:
-        """After it, or where it failed."""
+        """Stop observing, after the step or after its failure."""
         watches, self._watches = self._watches, []
         if not watches:
             return
@@ -126,11 +143,12 @@ class Audit:
                 step.carried.append(each.name)
             elif not each.compared:
                 step.unseen.append(each.name)
+            # Samples of this step, to be compared with those of the next one.
             self._noise.update(each.drawn)
         self._found.take(step)
 
     def found(self) -> Audited:
-        """Of all its steps and all ranks, each of which calls this."""
+        """Result over all audited steps and all ranks; a collective call."""
         found, self._found = self._found, Audited()
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return found
@@ -143,12 +161,14 @@ class Audit:
 
 
 class _LayerAudit:
-    """The observer of a layer for one step (`nn.observer.ProductObserver`)."""
+    """Observer of a layer for one step (`nn.observer.ProductObserver`)."""
 
+    # With True, backward would save x where the recipe saves codes, and the step would draw other
+    # noise.
     keeps_inputs = False
 
     def __init__(self, name: str, layer: QLinear, is_chosen: bool, before: Mapping[Key, Tensor]) -> None:
-        """before: random numbers of the step before."""
+        """before: random numbers of the previous step."""
         self.name, self.layer, self.is_chosen, self._before = name, layer, is_chosen, before
         self.unlike: dict[str, tuple[str, str]] = {}
         self.compared: set[str] = set()
@@ -171,9 +191,8 @@ class _LayerAudit:
             self._codes[gemm, role] = operand
             if noise is not None:
                 self._compare_noise((self.name, gemm, role), noise)
-        is_x_of_backward = (
-            role == "x" and gemm == "grad_weight"
-        )  # where `original` may be no more than its decoded codes
+        # x in grad_weight: `original` may be its decoded codes there.
+        is_x_of_backward = role == "x" and gemm == "grad_weight"
         is_gathered = role == "w" and self.layer.carried is not None
         if (
             isinstance(operand, QTensor)
@@ -188,8 +207,9 @@ class _LayerAudit:
         with torch.autocast(original.device.type, enabled=False):
             recast.add(original, operand, noise)
         if not recast.count or not math.isfinite(recast.size) or not math.isfinite(recast.apart):
-            return  # a step that float16 skips, say
+            return  # such as a step that float16 loss scaling skips
         self.compared.add(f"{self.name}:{gemm}")
+        # With a rotation only blame's limits hold, not bit equality.
         is_exact = role == "w" and getattr(self.layer.recipe, gemm).rotate is None
         if recast.over > 1 or (is_exact and recast.differ):
             self._tell(gemm, STALE if role == "w" else UNCAST, _detail(role, recast))
@@ -222,7 +242,7 @@ class _LayerAudit:
 
 
 def _detail(role: str, recast: Recast) -> str:
-    """How far codes are from a fresh cast, a clause."""
+    """Clause on the distance of codes from a fresh cast."""
     parts = []
     if recast.differ:
         parts.append(

@@ -1,4 +1,4 @@
-"""Batches that are kept to be taken once more: any nest of dicts, lists and tuples that ends in tensors and other things."""
+"""Batches stored for a replay: nested dicts, lists and tuples of tensors and other objects."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from narrowgauge.errors import ConfigError
 
 
 class Kept:
-    """A batch as it is now: the containers are copied, the tensors are not."""
+    """A stored batch: containers are copied, tensors are shared with the loop."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = _copied(batch)
         self._versions = self._versions_now()
 
     def given(self) -> Any:
-        """The batch again, in containers of its own. Raises ConfigError if its tensors were written since."""
+        """The batch again, in fresh containers.
+
+        Raises ConfigError if its tensors were written since.
+        """
         if self._versions_now() != self._versions:
             raise ConfigError(
                 "Guard: a tensor of a batch was written in place after its step, so the step cannot be taken again. Let the loop write "
-                "to a copy of it."
+                "to a copy of it.",
+                code="guard.batch-written",
             )
         return _copied(self._batch)
 
     def _versions_now(self) -> list[int]:
+        # Copying every batch would double its memory; comparing version counters costs nothing.
+        # Inference tensors have no version counter.
         return [each._version for each in _tensors(self._batch) if not each.is_inference()]
 
 
@@ -41,6 +47,7 @@ def _copied(batch: Any) -> Any:
         return [_copied(each) for each in batch]
     if isinstance(batch, tuple):
         parts = [_copied(each) for each in batch]
+        # A named tuple takes its fields as arguments, a plain tuple an iterable.
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     return batch
 

@@ -1,9 +1,11 @@
-"""Room for a copy of many tensors apart from them: in the host's memory, or in a file on a disk, of which a process maps the bytes.
+"""Storage for a copy of many tensors: in host memory, or in a memory-mapped file on a disk.
 
-    host    blocks of at most BLOCK bytes, pinned where a GPU copies to and from them
-    folder  one file without a name: it is allocated whole before anything is written, and gone when the process is, however it ends
+    host    blocks of at most BLOCK bytes, pinned if a GPU copies to and from them
+    folder  one unnamed file: allocated as a whole before anything is written, and freed when the
+            process ends in any way
 
-A copy is bytes in blocks, and never more than BLOCK of them are on their way: so an exchange takes no more than that on the device.
+A copy consists of bytes in blocks, and at most BLOCK bytes are in transit, so an exchange needs no
+more than that on the device.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from narrowgauge import storage
 from narrowgauge.errors import OutOfMemoryError
 
 BLOCK = 2**26  # a power of two: torch rounds pinned memory up to one
-SPARE = 0.9  # of what the host says it has: the rest is for what it did not count
+SPARE = 0.9  # of the free host memory; the rest is left for other allocations
 LIMITS = Path("/sys/fs/cgroup")
 
 
 class BytesApart:
-    """Blocks of bytes, to which room can be added.
+    """Blocks of bytes that can grow.
 
     where   "host", or a folder on the disk
-    pinned  whether a GPU copies to and from it
+    pinned  True if a GPU copies to and from the blocks
     """
 
     def __init__(self, where: str | Path, pinned: bool) -> None:
@@ -36,7 +38,12 @@ class BytesApart:
         self._blocks: list[Tensor] = []
 
     def add(self, sizes: list[int], what: str) -> list[list[Tensor]]:
-        """For each size that many bytes, in pieces. what: for errors. Raises OutOfMemoryError or StorageError before any of it is taken."""
+        """Allocate `sizes` bytes each, in pieces of at most BLOCK bytes.
+
+        what  name of the copy, for error messages
+
+        Raises OutOfMemoryError or StorageError before anything is allocated.
+        """
         total = sum(sizes)
         if total == 0:
             return [[] for _ in sizes]
@@ -45,6 +52,7 @@ class BytesApart:
         self.nbytes += total
         found, place = [], 0
         for size in sizes:
+            # A size may cross the borders of blocks: cut it there.
             ends = [*range(place - place % BLOCK + BLOCK, place + size, BLOCK), place + size] if size else []
             begins = [place, *ends[:-1]]
             found.append(
@@ -66,18 +74,21 @@ class BytesApart:
             storage.make_folder(folder)
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                try:  # a hole in the file would end the process where the disk is full
+                # Writing to a hole in the file would end the process by SIGBUS if the disk is full.
+                try:
                     os.posix_fallocate(descriptor, 0, nbytes)
                 finally:
                     os.close(descriptor)
                 whole = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
             finally:
+                # Unlinked while mapped: the kernel frees the file when the process ends, even by
+                # SIGKILL.
                 path.unlink(missing_ok=True)
         return iter(whole.split(BLOCK))
 
 
 def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
-    """Raises OutOfMemoryError if the host, or StorageError if the folder's disk, has no room for so many bytes."""
+    """Raise OutOfMemoryError or StorageError if `nbytes` do not fit in memory or on the disk."""
     if where != "host":
         folder = Path(where)
         nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -85,12 +96,17 @@ def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
     elif (room := host_room()) is not None and nbytes > SPARE * room:
         raise OutOfMemoryError(
             f"{what} needs {nbytes / 2**30:.2f} GiB of the host's memory, and {room / 2**30:.2f} GiB are free. "
-            "Name a folder on a disk for it, or train with states that are narrower."
+            "Name a folder on a disk for it, or train with states that are narrower.",
+            code="memory.host-copy",
         )
 
 
 def host_room() -> int | None:
-    """Bytes of memory that this process may still take, by the kernel and by the limits of its control group; None: not known."""
+    """Free host memory of this process in bytes, by the kernel and by its control group.
+
+    None: not known.
+    """
+    # The kernel's figure ignores the limit of a container, so the smaller of both counts.
     rooms = []
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -105,7 +121,7 @@ def host_room() -> int | None:
 
 
 def _reclaimable() -> int:
-    """Of the memory that a control group counts: what the kernel gives back when asked, cached pages of files."""
+    """Bytes that a control group counts as used but the kernel can reclaim: the page cache."""
     for line in (LIMITS / "memory.stat").read_text(encoding="ascii").splitlines():
         name, _, count = line.partition(" ")
         if name == "inactive_file":

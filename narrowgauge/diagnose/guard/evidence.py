@@ -1,31 +1,37 @@
-"""Sequential evidence over the checks of a run: is it worse than BF16, certified as near as the margin, or not known yet?
+"""Sequential evidence over the checks of a run: worse than BF16, within the margin, or unknown.
 
-A check gives two numbers, narrow minus wide, of two continuations from one state on the same batches:
+A check gives two numbers, run minus BF16, from two probes that start from one state on the same
+batches:
 
-    stretch       the difference of their mean losses over the second half. Steps within a stretch depend on each other, so they do
-                  not count one by one. Some checks have a control as well: the same of two BF16 continuations that differ in rounding alone
-    same weights  that of their first losses. Weights, batch and draws are the same there, so it is the format's forward pass alone:
-                  no drift, and no training that has grown used to a fault
+    stretch       difference of the mean losses over the second half. Steps of a probe are
+                  correlated, so they do not count one by one. Some checks have a control as well:
+                  the same for two BF16 probes that differ in rounding alone
+    same weights  difference of the first losses. Weights, batch and random draws are identical
+                  there, so it measures the format's forward pass alone: no drift, and no training
+                  that adapts to a fault
 
-and which weights have another gradient in that first step (same_weights.py).
+and the weights whose gradient deviates in that first step (same_weights.py). Verdicts:
 
-    worse      E >= 20 against "the expected difference lies within the margin". Both signs are judged, since values that saturate
-               lower the loss at first: against "not above", "not below", and "neither above nor below at any check"; their mean is the E of
-               a number, and the mean of both numbers' the E of the run: a mean of e-values is one.
-               Or a weight whose gradient is another at two checks in a row. That is a limit, not a bet: see same_weights.py.
-                Or numbers that are not those of the recipe, at one check: see audit.py.
-    within     (only of a run that has learnt, see `sensitivity`: the margin of this verdict is at most a share of what it learnt)
-               E >= 20 against "above the margin" and against "below minus the margin", of both numbers; E is the smallest one.
-               And no weight has another gradient at the newest check.
-    unknown    neither.
-    reference  the BF16 continuation diverges itself: its loss is not finite, or more than twice that of the checks before (their
-               median). Nothing can be judged there, and the check does not count.
+    worse      E >= 20 against "the expected difference lies within the margin". Both signs count,
+               since saturating values lower the loss at first: there are bets against "not above",
+               "not below", and "neither above nor below at any check". Their mean is the E of a
+               number, and the mean over both numbers is the E of the run: a mean of e-values is an
+               e-value. Or a weight whose gradient deviates at two checks in a row; this is a limit,
+               not a bet. Or GEMMs whose numbers do not follow their recipe at one check (audit.py).
+    within     only for a run that has learnt (`sensitivity`): the margin of this verdict is at most
+               a share of the run's progress. E >= 20 against "above the margin" and against "below
+               minus the margin", for both numbers; E is the smallest one. And no weight deviates at
+               the newest check.
+    unknown    neither
+    reference  the BF16 probe itself diverges: its loss is not finite, or more than twice the median
+               of the checks before. Nothing can be judged, and the check does not count
 
-The margin is a share of the reference's loss, and at least so many nats: "different" is not yet "worse". The scale of the noise is
-that of controls and of steps between neighbouring differences (bets.py), and not below a part of the margin, which shrinks as they become
-more. On the same weights the steps that follow take the place of controls (check.py). The verdict holds at every look: a healthy run is
-called worse in at most 5 % of runs, over all its checks together. Checks belong after warm-up: while the loss falls steeply, sound
-recipes lag by more than the margin and catch up later.
+The margin is a share of the reference's loss, and at least a number of nats: "different" is not yet
+"worse". The noise scale comes from controls and from steps between neighbouring differences
+(bets.py). It is not below a share of the margin, which shrinks as values accumulate. On the same
+weights, the steps that follow replace controls (check.py). A verdict is valid at every look: at
+most 5 % of sound runs are called worse, over all their checks together. Checks belong after
+warm-up: while the loss falls steeply, sound recipes lag by more than the margin and catch up later.
 """
 
 from __future__ import annotations
@@ -54,25 +60,27 @@ from narrowgauge.diagnose.guard.verdict import (
 from narrowgauge.diagnose.sensitivity import narrowed
 from narrowgauge.errors import ConfigError
 
-MARGIN = 0.0025  # of the loss: differences of sound FP8 runs are of the order of 1e-3
+MARGIN = 0.0025  # of the loss; differences of sound FP8 runs are of the order of 1e-3
 LEAST_MARGIN = 0.003  # nats
-WIDEST = 0.01  # of the loss: so far the margin in nats reaches
-SMALLEST = 1e-12  # where the loss is zero
-RECENT = 8  # checks
+WIDEST = 0.01  # of the loss: upper limit of the margin in nats
+SMALLEST = 1e-12  # margin for a loss of zero
+RECENT = 8  # number of checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check, nats.
+    """One check, in nats.
 
-    difference  of the stretch
-    loss        the reference's mean loss there
-    control     of two stretches in BF16, or None
-    same        the difference on the same weights, or None
-    noise       values with the scale of its noise
-    outside     weights whose gradient is another, with its slope; None: gradients were not seen
-    learnt      how far the reference's loss has fallen since the first steps, as far as that is shown; None: not known
-    unlike      products whose numbers are not those of their recipe, see `unlike`
+    difference  difference of the probe
+    loss        mean loss of the reference in it
+    control     difference of two BF16 probes, or None
+    same        difference on the same weights, or None
+    noise       values with the noise scale of `same`
+    outside     weights with a deviating gradient, and their slopes; None: gradients were not
+                compared
+    learnt      progress: how far the reference's loss has fallen since the first steps, as far as
+                that is shown; None: not known
+    unlike      GEMMs whose numbers do not follow their recipe, see `unlike`
     """
 
     difference: float
@@ -89,18 +97,24 @@ class Evidence:
     """Collects checks and judges them.
 
     margin        largest harmless difference, as a share of the reference's loss
-    least_margin  the same in nats, where the share is smaller; but at most WIDEST of the loss, which may be no cross-entropy
-    is_in_nats    the margin is least_margin, whatever the loss is
-    Raises ConfigError if a margin is no positive number.
+    least_margin  lower limit of the margin in nats; but at most WIDEST of the loss, which need not
+                  be a cross-entropy
+    is_in_nats    True: the margin is least_margin for any loss
+
+    Raises ConfigError if a margin is not a positive number.
     """
 
     def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN, *, is_in_nats: bool = False) -> None:
         for name, value in (("margin", margin), ("least_margin", least_margin)):
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.")
+                raise ConfigError(
+                    f"Evidence: {name} = {value} is not a positive number. Choose for example 0.0025.",
+                    code="evidence.not-positive",
+                )
         self.margin, self.least_margin, self.is_in_nats = margin, least_margin, is_in_nats
-        self.first: list[float] = []  # losses of the first steps of the run, ENDS at most
-        self.trivial: float | None = None  # the loss of the trivial predictor of the run's data; None: not known
+        self.first: list[float] = []  # losses of the run's first steps, at most ENDS
+        # Loss of the trivial predictor of the run's data; None: not known.
+        self.trivial: float | None = None
         self.checks: list[Check] = []
         self._bets = RunBets()
 
@@ -109,17 +123,22 @@ class Evidence:
         noise: Sequence[float] = (), outside: Mapping[str, float] | None = None, unlike: Unlike | None = None,
         learnt: float | None = None,
     ) -> Verdict:  # fmt: skip
-        """The verdict after one more check.
+        """Add a check and return the verdict.
 
-        difference  mean loss of narrow minus wide over the second half of the stretch, nats
-        loss        mean loss of wide there
-        control     the same difference between two wide continuations that round differently, if this check has one
-        same        loss of narrow minus wide at the first step, which both take from the same weights
-        noise       how far such differences scatter from batch to batch: deviations of that size
-        outside     weights whose gradient at that step is not that of wide, with their slopes, worst first; None: not seen
-        unlike      products whose numbers are not those of their recipe (audit.py): one look suffices
-        learnt      how far its loss has fallen since the first steps of the run (`sensitivity.progress_between`); None: not known
-        NaN and infinity may be passed.
+        difference  mean loss of the run minus BF16 over the second half of the probe, nats
+        loss        mean loss of BF16 there
+        control     the same difference between two BF16 probes that round differently, if this
+                    check has one
+        same        loss of the run minus BF16 at the first step, which both take from the same
+                    weights
+        noise       deviations with the scale at which such differences scatter from batch to batch
+        outside     weights with a deviating gradient at that step, with their slopes, worst first;
+                    None: not compared
+        unlike      GEMMs whose numbers do not follow their recipe (audit.py): one check is enough
+        learnt      progress since the run's first steps (`sensitivity.progress_between`); None: not
+                    known
+
+        NaN and infinity are allowed.
         """
         check = Check(
             difference=difference, loss=loss, control=control, same=same, noise=noise, outside=outside, unlike=unlike or {},
@@ -131,12 +150,14 @@ class Evidence:
     def _take(self, check: Check) -> None:
         self.checks.append(check)
         if self._counts(len(self.checks)):
+            # The margin of each check is that of its own loss, also when a state is loaded and
+            # judged again.
             margin = self.margin_at(check.loss)
             within = self._certified(check)
             self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise, within=within)
 
     def _certified(self, check: Check) -> float:
-        """The margin that "within" is judged by: at most a share of what the run has learnt."""
+        """Margin of the verdict "within": at most a share of the run's progress."""
         is_trivial = self.trivial is not None and not check.loss < self.trivial
         return narrowed(self.margin_at(check.loss), 0.0 if is_trivial else check.learnt)
 
@@ -144,7 +165,7 @@ class Evidence:
         return math.isfinite(self.checks[number - 1].difference) and not self._diverged(number)
 
     def _diverged(self, number: int) -> bool:
-        """Whether the reference did, at check `number` from 1."""
+        """True if the reference diverged at check `number`, from 1."""
         loss, usual = self.checks[number - 1].loss, self._usual(number)
         return not math.isfinite(loss) or (usual is not None and loss > 2 * usual > 0)
 
@@ -155,18 +176,20 @@ class Evidence:
         return statistics.median(before) if len(before) > 1 else None
 
     def margin_at(self, loss: float) -> float:
-        """The margin in nats where the reference has this loss."""
+        """Margin in nats for this loss of the reference."""
         if self.is_in_nats or not math.isfinite(loss):
             return self.least_margin
         return max(self.margin * abs(loss), min(self.least_margin, WIDEST * abs(loss)), SMALLEST)
 
     def verdict(self) -> Verdict:
-        """What is known after the newest check. Raises ConfigError before the first one."""
+        """Verdict after the newest check. Raises ConfigError before the first one."""
         if not self.checks:
-            raise ConfigError("Evidence: there is no check yet. Call add first.")
+            raise ConfigError("Evidence: there is no check yet. Call add first.", code="evidence.no-check")
         newest, checks, bets = self.checks[-1], len(self.checks), self._bets
         name, seen_on, direction = bets.verdict()
         sick, since = self._sick(), self._since(name, seen_on, direction)
+        # The order is a priority: a diverged reference cannot judge, and statistical evidence for
+        # "worse" is reported before audit and gradients.
         if self._diverged(checks):
             name, seen_on, direction = REFERENCE, "", ""
         elif not math.isfinite(newest.difference):
@@ -207,20 +230,23 @@ class Evidence:
         )
 
     def _first_loss(self) -> float | None:
-        """The reference's loss at the first check that counts, None without one before the newest."""
+        """The reference's loss at the first check that counts.
+
+        None if there is none before the newest.
+        """
         numbers = (number for number in range(1, len(self.checks)) if self._counts(number))
         first = next(numbers, None)
         return None if first is None else self.checks[first - 1].loss
 
     def _sick(self) -> tuple[str, ...]:
-        """The weights whose gradient is another at the newest check and was so at the one before."""
+        """Weights whose gradient deviates at the newest check and at the previous one."""
         if len(self.checks) < 2:
             return ()
         before = self.checks[-2].outside or {}
         return tuple(name for name in self.checks[-1].outside or () if name in before)
 
     def _numbers(self, number: int) -> tuple[float | None, float | None]:
-        """Of check `number` from 1 what counts: stretch, same weights."""
+        """Numbers of check `number` (from 1) that count: (stretch, same weights)."""
         if not self._counts(number):
             return None, None
         check = self.checks[number - 1]
@@ -232,7 +258,10 @@ class Evidence:
         return statistics.fmean(found) if found else None
 
     def _since(self, name: str, seen_on: str, direction: str) -> int:
-        """The check from which on the checks say most for the verdict; of `unknown` the last RECENT. For words alone."""
+        """First check of the range that supports the verdict most. Only used in sentences.
+
+        For "unknown" the last RECENT checks.
+        """
         if name == UNKNOWN:
             return max(1, len(self.checks) - RECENT + 1)
         total, best, since = 0.0, -math.inf, 1
@@ -246,6 +275,7 @@ class Evidence:
         return since
 
     def _more_checks(self, newest: Check, mean: float | None, same: float | None) -> int | None:
+        # Simulates checks like the mean until the verdict changes; the real bets stay untouched.
         ahead, margin = copy.deepcopy(self._bets), self.margin_at(newest.loss)
         for more in range(1, FORESIGHT + 1):
             within = self._certified(newest)
@@ -255,11 +285,11 @@ class Evidence:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The checks as JSON, which may need `runs.encode` for what is not finite."""
+        """The checks as JSON; non-finite values need `runs.encode`."""
         return {"checks": [asdict(check) for check in self.checks], "first": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the checks and judges them again, by the margins of this object."""
+        """Replace the checks and judge them again, with the margins of this object."""
         self.checks, self._bets, self.first = [], RunBets(), list(state.get("first", ()))
         for check in state["checks"]:
             self._take(Check(**check))

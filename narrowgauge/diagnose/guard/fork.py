@@ -1,19 +1,23 @@
-"""A fork of a training: a copy, apart from it, of everything that a step changes, so that steps can be taken back to the bit.
+"""Snapshot of a training state, in host memory or on disk, that can be restored bit for bit.
 
-    fork = Fork.take(model, optimizer, scaler)     the state now
+    fork = Fork.take(model, optimizer, scaler)     copies the current state
     ... n steps ...
-    fork.restore()                                 as if they had not been
-    ... or fork.swap() ...                         the state of before, and the fork holds that of now
+    fork.restore()                                 goes back to the copied state
+    ... or fork.swap() ...                         goes back, and the copy then holds the later
+                                                   state
 
-What is copied is the memory of tensors, each storage once: parameters and buffers (so what recipes add to layers: amax windows,
-learned steps, readings of samplers), the optimizer's states, those of what else is handed over. Beside it stands what is no tensor: the
-tables that hold them, groups of parameters, the loss scaler, all generators, and what ranks that share a model have counted. Tensors keep
-their addresses, whether they are restored or exchanged; a state that was made since (by the first step of an optimizer) goes again.
+A snapshot copies the memory of all tensors: parameters, buffers (including amax histories, learned
+steps and sampler statistics of recipes), optimizer states, and the states of further objects. It
+also records non-tensors: the dicts that hold the tensors, parameter groups, the loss scaler, all
+random generators, and counters of ranks that share a model. Tensors keep their addresses in a
+restore or swap. A state created since, by an optimizer's first step, is removed again.
 
-Of a DTensor a rank copies its own part, and all ranks must take, restore and swap at the same steps. Gradients are not copied: fork between
-two steps, where there are none. What is kept of casts of weights is forgotten, and made again from the weights.
+Each rank copies its own shard of a DTensor; all ranks must take, restore and swap at the same
+steps. Gradients are not copied: take a snapshot between two steps, where there are none. Cached
+weight casts are dropped and recomputed from the weights.
 
-    cost   each byte of the state once in the host's memory or on the disk, BLOCK bytes more on the device while it is exchanged
+Costs each byte of the state once in host memory or on the disk, and BLOCK bytes more on the device
+during an exchange.
 """
 
 from __future__ import annotations
@@ -42,28 +46,31 @@ PutBack = Callable[[], Any]
 
 
 class Fork:
-    """See the module. Made by `take`.
+    """A snapshot; create it by `take`.
 
-    nbytes  of the copy
+    nbytes  size of the copy in bytes
     """
 
     def __init__(self, parts: list[Any], apart: BytesApart) -> None:
         self._parts, self._apart = parts, apart
         self._present = _Present(parts)
-        self._copies: dict[tuple[torch.device, int], list[Tensor]] = {}  # storage -> blocks of bytes
+        # (device, address of a storage) -> blocks of bytes.
+        self._copies: dict[tuple[torch.device, int], list[Tensor]] = {}
         self._copy(self._present)
 
     @classmethod
     def take(
         cls, model: nn.Module, optimizer: Any, scaler: Any = None, where: str | Path = "host", also: Iterable[Any] = ()
     ) -> Fork:  # fmt: skip
-        """Copies the state of now.
+        """Copy the current state.
 
-        optimizer  one of torch's or narrowgauge's, or a list of them
-        where      "host", its memory; or a folder on a disk
-        also       what else a step changes: schedulers, averaged models, torch.Generators, anything with `state_dict` and `load_state_dict`
+        optimizer  an optimizer of torch or narrowgauge, or a list of them
+        where      "host" for host memory, or a folder on a disk
+        also       other objects that a step changes: schedulers, averaged models, torch.Generators,
+                   or any object with `state_dict` and `load_state_dict`
 
-        Raises OutOfMemoryError or StorageError before anything is copied if there is no room, ConfigError for what cannot be put back.
+        Raises OutOfMemoryError or StorageError before copying if there is no free space, and
+        ConfigError for an object that cannot be restored.
         """
         parts = _parts(model, optimizer, scaler, also)
         pinned = where == "host" and any(each.is_cuda for part in parts for each in _tensors_of(part))
@@ -74,15 +81,19 @@ class Fork:
         return self._apart.nbytes
 
     def restore(self) -> None:
-        """Puts the copy back. It stays: the same state can be put back again."""
+        """Restore the copied state. The copy stays, so it can be restored again."""
         self._begin()
         self._exchange(keeps_copy=True)
         self._present.put_back()
         self._forget_casts()
 
     def swap(self) -> None:
-        """Exchanges the copy with the state of now; swapping twice changes nothing. Takes no room, but for tensors made since."""
+        """Exchange the copy with the current state; two swaps cancel out.
+
+        Needs no further memory, except for tensors created since.
+        """
         self._begin()
+        # Recorded before the exchange: these closures describe the state that the copy will hold.
         now = _Present(self._parts)
         self._exchange(keeps_copy=False)
         self._copy(now)
@@ -91,7 +102,7 @@ class Fork:
         self._forget_casts()
 
     def _copy(self, present: _Present) -> None:
-        """Copies storages that have no room yet."""
+        """Copy the storages that have no blocks yet."""
         new = {key: flat for key, flat in present.storages.items() if key not in self._copies}
         rooms = iter(self._apart.add([flat.numel() for flat in new.values()], NAME))
         for key, flat in new.items():
@@ -102,23 +113,30 @@ class Fork:
 
     @torch.no_grad()
     def _exchange(self, keeps_copy: bool) -> None:
-        """The bytes of all storages of the copy go where they were taken."""
+        """Copy the blocks back to their storages.
+
+        Without keeps_copy, the current bytes take the place of the copy.
+        """
         storages = self._present.storages
         for key, flat in storages.items():
             for piece, room in _pieces(flat, self._copies[key]):
+                # One block at a time: a clone of the whole state would double the device's memory.
                 before = None if keeps_copy else piece.clone()
                 piece.copy_(room, non_blocking=True)
                 if before is not None:
                     room.copy_(before, non_blocking=True)
         _wait(storages.values())
+        # The bytes were written behind autograd's back. Without new versions, cached casts would
+        # look valid.
         torch.autograd.graph.increment_version([each for each in self._present.tensors if not each.is_inference()])
 
     def _begin(self) -> None:
-        """Counters that an optimizer has not read yet are read, and nothing may have moved."""
+        """Check that no storage has moved, and let optimizers read pending counters."""
         storages = self._present.storages
         if any(key not in storages for tensor in self._present.tensors for key, _ in _storages(tensor)):
             raise ConfigError(
-                "fork: a tensor lies elsewhere than when the copy was taken: the model was moved or converted since. Take the copy anew."
+                "fork: a tensor lies elsewhere than when the copy was taken: the model was moved or converted since. Take the copy anew.",
+                code="fork.moved",
             )
         for part in self._parts:
             if isinstance(part, NarrowOptimizer):
@@ -136,7 +154,10 @@ class Fork:
 
 
 def fork_bytes(model: nn.Module, optimizer: Any, also: Iterable[Any] = ()) -> int:
-    """What a copy will take, told before it is taken: also of an optimizer that has not stepped. `refuse_room` says whether it fits."""
+    """Size of a future copy in bytes, also for an optimizer that has not stepped yet.
+
+    `refuse_room` checks it against the free space.
+    """
     parts = _parts(model, optimizer, None, also)
     found = sum(flat.numel() for flat in _Present(parts).storages.values())
     return found + sum(bytes_to_come(part) for part in parts if isinstance(part, torch.optim.Optimizer))
@@ -146,10 +167,10 @@ __all__ = ["Fork", "fork_bytes", "refuse_room"]
 
 
 def _parts(model: nn.Module, optimizer: Any, scaler: Any, also: Iterable[Any]) -> list[Any]:
-    """All that has a state, each once."""
+    """All objects with a state, each once."""
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     given = [model, *optimizers, *([scaler] if scaler is not None else []), *also]
-    # Of accelerate's optimizers what they hold, and of ZeRO's the part of this rank as well.
+    # accelerate's wrappers hold the optimizer inside, and a ZeRO optimizer holds this rank's part.
     given += [
         inner
         for each in optimizers
@@ -165,15 +186,17 @@ def _parts(model: nn.Module, optimizer: Any, scaler: Any, also: Iterable[Any]) -
         ):
             raise ConfigError(
                 f"fork: {type(each).__name__} has no state_dict and load_state_dict, by which it could be put back. Leave it out, or "
-                "give it both."
+                "give it both.",
+                code="fork.no-state-dict",
             )
     return list({id(each): each for each in given}.values())
 
 
 class _Present:
-    """What holds the state now: tensors, and beside them what puts everything else back as it is.
+    """The current state: its tensors, and closures that restore everything else.
 
-    storages  (device, address) -> the bytes of a storage, uint8
+    storages  (device, address) -> bytes of a storage, uint8. Tied weights and views of one buffer
+              share a storage, which is copied once: swapped twice, its bytes would come back wrong
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -224,7 +247,8 @@ class _Present:
         norm = self._recorded(getattr(optimizer, "norm_before", None))
 
         def put_back() -> None:
-            for name, again in (("state", state), ("param_groups", groups)):  # `load_state_dict` gives it others
+            # `load_state_dict` replaces both objects.
+            for name, again in (("state", state), ("param_groups", groups)):
                 if getattr(optimizer, name) is not (held := again()):
                     setattr(optimizer, name, held)
             if isinstance(optimizer, NarrowOptimizer):
@@ -233,7 +257,7 @@ class _Present:
         return put_back
 
     def _recorded(self, value: Any) -> PutBack:
-        """What gives `value` back as it is now: the same tensors, dicts and lists, with the same content."""
+        """Closure that restores `value`: same tensors, dicts and lists, with the same contents."""
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return lambda: value
@@ -242,6 +266,8 @@ class _Present:
 
             def of_dict() -> Any:
                 found = {key: again() for key, again in items.items()}
+                # Written only if changed: the dict object itself must stay, since optimizers and
+                # modules refer to it.
                 if list(found) != list(value) or not _all_same(found.values(), value.values()):
                     value.clear()
                     value.update(found)
@@ -261,6 +287,7 @@ class _Present:
             return of_list
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
             return lambda: value
+        # Opaque objects are copied on record and on restore, so that a restore can be repeated.
         kept = copy.deepcopy(value)
         return lambda: copy.deepcopy(kept)
 
@@ -270,20 +297,25 @@ def _all_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory of their own that it is made of: of a DTensor this rank's part."""
+    """Tensors with memory of their own behind a tensor; for a DTensor this rank's shard."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(inner := getattr(tensor, name), Tensor):  # not a mesh
+            if isinstance(inner := getattr(tensor, name), Tensor):  # skips the mesh of a DTensor
                 yield from _plain(inner)
     else:
         yield coded_weight.plain(tensor) if isinstance(tensor, coded_weight.CodedWeight) else tensor.detach()
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[tuple[torch.device, int], Tensor]]:
-    """The memory that it is made of, as bytes: ((device, address), uint8 [bytes]). None of one without numbers."""
+    """Memory of a tensor as bytes: ((device, address), uint8 [bytes]).
+
+    Nothing for tensors without data.
+    """
     for plain in _plain(tensor):
         storage = plain.untyped_storage()
         if not plain.is_meta and storage.nbytes():
+            # Inside inference mode the view would be an inference tensor, which cannot be written
+            # outside of it.
             with torch.inference_mode(False):
                 yield (
                     (plain.device, storage.data_ptr()),
@@ -302,6 +334,6 @@ def _pieces(flat: Tensor, rooms: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]
 
 
 def _wait(tensors: Iterable[Tensor]) -> None:
-    """Until copies to and from the host have arrived."""
+    """Wait until asynchronous copies to and from the host have finished."""
     for device in {each.device for each in tensors if each.is_cuda}:
         torch.cuda.synchronize(device)

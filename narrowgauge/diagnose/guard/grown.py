@@ -1,6 +1,6 @@
-"""Recipes that learn their steps: weights are trained for their quantizer and grow into it, so BF16 from such a state begins worse.
+"""Recipes with learned steps: weights adapt to the quantizer, so BF16 starts worse from there.
 
-A guard that then says *lower* has seen that and no harm, so it does not act on it.
+A verdict "lower" then shows that adaptation and no fault, so the guard does not act on it.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ GROWN = (
 
 
 def grows_into_steps(model: nn.Module, verdict: Verdict) -> bool:
-    """Whether the verdict may say no more than that the weights are used to learned steps."""
+    """True if a verdict may reflect nothing but weights that are adapted to learned steps."""
     return verdict.direction == "lower" and any(isinstance(each, LearnedSteps) for each in model.modules())

@@ -1,24 +1,31 @@
-"""Guard: judges any training loop on narrow numbers against BF16, which no twin of the run has to be trained for.
+"""Guard: compare any low-precision training loop with BF16, without training a second run.
 
-    guard = ng.Guard("every=2000,steps=100,margin=0.25%,then=warn", model, optimizer, step, also=[scheduler])
+    settings = "every=2000,steps=100,margin=0.25%,then=warn"
+    guard = ng.Guard(settings, model, optimizer, step, also=[scheduler])
     for batch in batches:
-        loss = guard(batch)          # step(batch): forward, backward, optimizer.step(), scheduler.step(), zero_grad()
+        loss = guard(batch)    # calls step(batch): forward, backward, optimizer.step(),
+                               # scheduler.step(), zero_grad()
 
-A check: the state is copied apart from the run (`fork`), the run takes `steps` steps as ever, and their batches are kept. Then the copy and
-the state of now change places, and the same batches are taken in BF16. Nothing is looked ahead, so the loop keeps its iterator, workers and
-sampler. What is judged is the difference of the losses (`check`, `evidence`). Every fourth check takes a control too: BF16
-once more from weights that differ in their last bit, with the same masks of dropout, so that rounding alone tells the two apart (`nudge`).
-In the last steps of a check the numbers of the run are compared with its recipe (`audit`).
+A check runs as follows. The state is copied (`fork`), the run takes `steps` steps as usual, and
+their batches are stored. Then copy and current state are swapped, and the same batches are replayed
+in BF16. The check only looks back, so the loop keeps its iterator, workers and sampler. The verdict
+follows from the difference of the losses (`check`, `evidence`). Every fourth check also runs a
+control: BF16 again from weights changed in their last bit, with the same dropout masks, so that
+only rounding differs (`nudge`). In the last steps of a check the run's numbers are compared with
+its recipe (`audit`).
 
-Afterwards the run goes on from its narrow end: without an alarm it has the bits of the unguarded run. Where it is worse, `then` may have it
-go on from the BF16 end instead; those steps were computed anyway.
+Afterwards the run continues from its own end state: without an alarm it is bit-identical to the
+unguarded run. If it is worse, `then` may make it continue from the BF16 end state, whose steps were
+computed anyway.
 
-    cost     of `every` steps `steps` more, at a control twice as many
-    memory   a copy of the state in the host's memory or on a disk for the length of a check, two while a control is taken; and `steps`
-             batches, where the loop has them
-    kill     the copy is gone. A check that was cut off begins anew with the first step after the resume
+    cost     `steps` more steps in `every` steps, twice as many with a control
+    memory   a copy of the state in host memory or on a disk during a check, two copies during a
+             control; and `steps` batches, wherever the loop stores them
+    kill     the copy is lost. An interrupted check starts again with the first step after the
+             resume
 
-Several ranks: each has a guard and copies its own part; losses are averaged over the default process group, so all come to one verdict.
+On several ranks each rank has a guard and copies its own shards. Losses are averaged over the
+default process group, so all ranks get the same verdict.
 """
 
 from __future__ import annotations
@@ -58,17 +65,21 @@ from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
 SEQUEL = "Which product it is: narrowgauge.diagnose.blame.blame(model, batch)."
-COPIES = 2  # of the state, at most: that of the begin and that of the end, while a control is taken
+COPIES = 2  # largest number of state copies: start and end of a check, during a control
 
 
 @dataclass
 class _Check:
-    """One that is under way.
+    """A check in progress.
 
-    begun  the steps of the run before it
-    fork   the state of then
-    first  the gradients of its first step
-    audit  what its last steps compute
+    begun       number of the run's steps before the check
+    fork        snapshot of that state
+    first       gradients of the check's first step
+    audit       audit of its last steps
+    batches     stored batches
+    generators  generator states before each step, because a data set may draw numbers between two
+                steps
+    losses      losses of the run
     """
 
     begun: int
@@ -76,15 +87,15 @@ class _Check:
     first: FirstGradients
     audit: Audit
     batches: list[Kept] = field(default_factory=list)
-    generators: list[dict[str, Any]] = field(default_factory=list)  # before each step: a data set may draw between two
+    generators: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
 
 
 class Guard:
-    """See the module.
+    """Judges a training loop; the module docstring shows its use.
 
-    events        one for each check, with the numbers behind the verdict; also given to `tell`
-    is_reference  whether a step that is under way is one of BF16, which is not the run's: leave out what is printed or logged of it
+    events        one event per check with the numbers behind the verdict; also passed to `tell`
+    is_reference  True during a BF16 replay, whose steps are not the run's: do not print or log them
     """
 
     def __init__(
@@ -92,19 +103,23 @@ class Guard:
         also: Iterable[Any] = (), warmup_steps: int = 0, total_steps: int = 0, steps_done: int = 0, where: str | Path = "host",
         tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:  # fmt: skip
-        """A guard for the loop whose step is `step`; call it with each batch.
+        """Create a guard for the loop whose step is `step`; call the guard with each batch.
 
-        settings         as `narrowgauge train --guard`: "every=2000,steps=100,margin=0.25%,then=stay"
-        step             takes a batch, whatever that is, makes one optimizer step of it and returns the mean loss
-        optimizer        one, or a list
-        also             what else a step changes: schedulers, averaged models, torch.Generators
-        warmup_steps     no check begins before
-        total_steps      no check begins that the run would cut; 0: not known
-        steps_done       of the run before, where no state of a guard is loaded
-        where            of the copy: "host", or a folder on a disk
-        tell             is called with each event; without it, a verdict "worse" is a warning
+        settings         as `narrowgauge train --guard`:
+                         "every=2000,steps=100,margin=0.25%,then=stay"
+        step             takes a batch of any kind, makes one optimizer step and returns the mean
+                         loss
+        optimizer        an optimizer, or a list
+        also             other objects that a step changes: schedulers, averaged models,
+                         torch.Generators
+        warmup_steps     no check starts earlier
+        total_steps      no check starts that the end of the run would cut; 0: not known
+        steps_done       steps of the run so far, if no guard state is loaded
+        where            location of the copy: "host", or a folder on a disk
+        tell             called with each event; without it, a verdict "worse" is a warning
 
-        Raises ConfigError for settings that cannot work, OutOfMemoryError or StorageError where the copy has no room.
+        Raises ConfigError for settings that cannot work, OutOfMemoryError or StorageError if the
+        copy does not fit.
         """
         require_module(model, "Guard")
         found = chosen(settings)
@@ -115,30 +130,38 @@ class Guard:
         self.is_reference = False
         self._step, self._tell = step, tell
         self._taken = steps_done
-        self._first: list[Any] = []  # losses of the first steps that it saw, this rank's: nothing waits for them
+        # Losses of the run's first steps on this rank; kept on the device, so nothing synchronizes.
+        self._first: list[Any] = []
         self._last_begin = total_steps - found.steps if total_steps else None
         self._next = max(found.begins(warmup_steps, 2**62)[0], self._multiple(steps_done))
         self._check: _Check | None = None
-        self._wide = ExitStack()  # not empty: the run is in BF16 until the next check
+        self._wide = ExitStack()  # not empty: the run stays in BF16 until the next check
         self._is_wide, self._given = False, ""
         refuse(model, self._optimizers, self.also, found.recipe)
         self.nbytes = fork_bytes(model, optimizer, self.also)
         refuse_room(COPIES * self.nbytes, where, "a check of the guard")
 
     def __call__(self, batch: Any) -> Any:
-        """`step(batch)`, what it returns, and what is due of a check before and after it."""
+        """Call `step(batch)` with the due parts of a check before and after it.
+
+        Returns the step's result.
+        """
         self.before_step()
         try:
             loss = self._step(batch)
         except BaseException:
-            self._drop()  # which steps were taken is not known
+            self._drop()  # the number of optimizer steps taken is unknown after an exception
             raise
         self.after_step(batch, loss)
         return loss
 
     def before_step(self) -> None:
-        """For loops that cannot hand their step over as one call: before each optimizer step. Begins a check that is due."""
+        """Call before each optimizer step, in loops that cannot pass their step as one call.
+
+        Starts a check that is due.
+        """
         is_cut = self._last_begin is not None and self._taken > self._last_begin
+        # "bf16" for good leaves nothing to compare; any other recipe is checked on.
         if self._check is None and self._taken >= self._next and not is_cut and self._given != "bf16":
             self._wide.close()
             self._is_wide = False
@@ -146,12 +169,17 @@ class Guard:
             first, audit = FirstGradients(self.model, self.optimizer), Audit(self.model, len(self.evidence.checks))
             self._check = _Check(self._taken, fork, first, audit)
         if self._check is not None:
+            # Recorded at each step, not only at the first: the loop's data pipeline may draw in
+            # between.
             self._check.generators.append(generators())
             if len(self._check.batches) >= self.settings.steps - AUDITED:
                 self._check.audit.begin()
 
     def after_step(self, batch: Any, loss: Any) -> None:
-        """And after it, with its batch and mean loss. Ends a check that has its steps."""
+        """Call after each optimizer step, with its batch and mean loss.
+
+        Finishes a check that has its steps.
+        """
         refuse_no_loss(loss)
         self._taken += 1
         if len(self._first) < ENDS:
@@ -161,8 +189,11 @@ class Guard:
         self._check.first.close()
         self._check.audit.end()
         self._check.batches.append(Kept(batch))
+        # Cloned, because a CUDA graph or the loop may reuse the loss's memory. No .item(): it would
+        # synchronize.
         self._check.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         if len(self._check.batches) == self.settings.steps:
+            # Cleared first: an error in the judgement must not leave a check that is continued.
             check, self._check = self._check, None
             self._judge(check)
             self._next = self._multiple(self._taken)
@@ -174,16 +205,16 @@ class Guard:
         self._check = None
 
     def _multiple(self, step: int) -> int:
-        """The first step from there on after which a check begins."""
+        """First step from `step` on after which a check starts."""
         return -(-step // self.settings.every) * self.settings.every
 
     @property
     def is_checking(self) -> bool:
-        """Whether a check is under way: a kill now takes its steps in BF16 once more."""
+        """True during a check; after a kill now, its BF16 steps are replayed again."""
         return self._check is not None
 
     def words(self) -> str:
-        """What it does and costs, for whoever starts the run."""
+        """Sentences on the guard's settings and costs, to print at the start of a run."""
         settings = self.settings
         place = "the host's memory" if self.where == "host" else str(self.where)
         return (
@@ -193,38 +224,48 @@ class Guard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of the loop: numbers and strings alone."""
+        """State for a checkpoint of the loop: numbers and strings only."""
         return {
             "taken": self._taken, "next": self._next, "is_wide": self._is_wide, "given": self._given,
             "settings": repr(self.settings), "evidence": self.evidence.state_dict(), "first": list(map(float, self._first)),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. Call it before the model's, which may have got another recipe since.
+        """Restore a `state_dict`.
 
-        Raises ConfigError for a guard with other settings, and for what no guard gave.
+        Call it before the model's load_state_dict: layers may have another recipe since.
+
+        Raises ConfigError for a state of other settings, and for a malformed one.
         """
         refuse_state(state, repr(self.settings))
         self._drop()
         self._taken, self._next, self._given = state["taken"], state["next"], state["given"]
         self.evidence.load_state_dict(state["evidence"])
-        self._first = list(state.get("first", ()))  # without them: of the steps from here on
+        # Older states lack them: the first steps from here on then count.
+        self._first = list(state.get("first", ()))
         if self._given:
             self._widen(self._given)
         self._stay_wide(state["is_wide"])
 
-    # A check
+    # Checks
 
     def _judge(self, check: _Check) -> None:
-        """Takes the steps of a check in BF16, and leaves the state from which the run goes on."""
+        """Replay the steps of a check in BF16 and judge them.
+
+        Leaves the state for the next step.
+        """
         began_at_s = time.monotonic()
         narrow, rates = self._read(check.losses), self._rates()
         self.evidence.first = self._read(self._first)
         control, end = None, None
         if wants_control(self.evidence):
+            # With a control two replays start from the same state, so the end needs a copy of its
+            # own.
             end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
             check.fork.restore()
             nudge(self.model)
+            # The control comes first, so that the BF16 end state of the second replay is in place
+            # afterwards.
             control, _ = self._in_bf16(check, end, rates)
         if end is None:
             check.fork.swap()
@@ -256,9 +297,12 @@ class Guard:
             )
 
     def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> tuple[list[float], Samples]:
-        """Of the steps of a check from the state of now the losses, and the gradients of the first.
+        """Replay the steps of a check in BF16 from the current state.
 
-        end: put back if they fail. rates: with which they have to end.
+        end    snapshot that is restored if a step fails
+        rates  learning rates expected at the end
+
+        Returns the losses, and gradient samples of the first step.
         """
         losses = []
         try:
@@ -268,13 +312,17 @@ class Guard:
                 FirstGradients(self.model, self.optimizer) as first,
             ):
                 for kept, states in zip(check.batches, check.generators, strict=True):
+                    # The same dropout masks and stochastic rounding as in the run's own step.
                     set_generators(states)
                     loss = self._step(kept.given())
                     losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
+            # An unregistered scheduler would have moved the learning rate of the real run during
+            # the replay.
             if self._rates() != rates:
                 raise ConfigError(
                     f"Guard: the same steps ended with the learning rates {rates}, and {self._rates()} when they were taken again: "
-                    "something counts them that was not put back. Hand it over: Guard(..., also=[...])."
+                    "something counts them that was not put back. Hand it over: Guard(..., also=[...]).",
+                    code="guard.learning-rates",
                 )
             return self._read(losses), first.samples
         except BaseException as error:
@@ -285,7 +333,7 @@ class Guard:
             raise
 
     def _rates(self) -> list[float]:
-        """The learning rates of now."""
+        """Current learning rates."""
         return [float(group["lr"]) for each in self._optimizers for group in each.param_groups]
 
     @property
@@ -301,13 +349,17 @@ class Guard:
             self.is_reference = False
 
     def _follow(self, verdict: Verdict, end: Fork) -> str:
-        """Puts the run where it goes on after a verdict; says in a word what was done. The state of now is the BF16 end."""
+        """Choose the state from which the run continues; returns a word for the action taken.
+
+        Called with the BF16 end state in place; `end` is the run's own end.
+        """
         is_worse = verdict.name == WORSE
         if not is_worse or not self.settings.keeps_reference or self._given or grows_into_steps(self.model, verdict):
             end.restore()
             return "warn" if is_worse else ""
         if self.settings.recipe:
             self._widen(self.settings.recipe)
+            # Checks of the old recipe say nothing about the new one, so its evidence starts empty.
             first, self.evidence = self.evidence.first, self.settings.evidence()
             self._given, self.evidence.first = self.settings.recipe, first
             return self._given
@@ -315,8 +367,12 @@ class Guard:
         return "stay"
 
     def _widen(self, recipe: str) -> None:
-        """For good; averaged copies of the model are to hold the same tensors as it does."""
+        """Switch to another recipe for good.
+
+        Averaged copies switch too, because their tensors must match the model's.
+        """
         for model in (self.model, *self.also):
+            # Averaged copies without converted layers have no recipe to switch.
             if isinstance(model, nn.Module) and any(
                 isinstance(each, QLinear) and each.recipe for each in model.modules()
             ):
@@ -329,7 +385,7 @@ class Guard:
             self._wide.enter_context(suspended(self.model))
 
     def _read(self, losses: list[Any]) -> list[float]:
-        """As numbers, the mean over ranks: one copy, one wait."""
+        """Losses as floats, averaged over ranks: one copy from the device, one synchronisation."""
         if not losses:
             return []
         device = next(self.model.parameters()).device

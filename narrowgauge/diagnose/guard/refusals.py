@@ -1,4 +1,4 @@
-"""What a guard of a loop cannot work with, or would go wrong without a word: refused before the first step."""
+"""Checks before the first step of a guarded loop: setups that would fail, or go wrong silently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = forms.record(
 
 
 def has_narrow(model: nn.Module) -> bool:
-    """Whether anything of the model computes on narrow numbers, which BF16 would not."""
+    """True if some layer computes in low precision, which BF16 would not."""
     layers = list(model.modules())
     return any(
         isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe)) for each in layers
@@ -34,57 +34,70 @@ def has_narrow(model: nn.Module) -> bool:
 
 
 def is_narrow(recipe: Recipe | None) -> bool:
-    """Whether a product of it is on narrow numbers."""
+    """True if a GEMM of the recipe is below 16 bits."""
     return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())
 
 
 def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], then: str = "") -> None:
-    """Raises ConfigError with the reason. then: the recipe that a run that is worse would get, or ''."""
+    """Raise ConfigError with the reason. then: recipe for a run that is worse, or ''."""
     layers = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
     if not has_narrow(model):
         raise ConfigError(
             "Guard: no product of the model is narrower than 16 bits, and no embedding has codes, so there is nothing to judge. "
-            "Call narrowgauge.convert(model, ...) with a narrow recipe first."
+            "Call narrowgauge.convert(model, ...) with a narrow recipe first.",
+            code="guard.not-converted",
         )
     if then:
         try:
             widened(model, layers, then)
         except ConfigError as error:
-            raise ConfigError(f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.") from None
+            raise ConfigError(
+                f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.", code="guard.then"
+            ) from None
     learns = any(isinstance(each, LearnedSteps) for each in model.modules())
+    # DDP would wait for these gradients silently: its buckets are never reduced, until the ranks'
+    # gradient norms differ.
     if learns and any(getattr(each, "find_unused_parameters", True) is False for each in model.modules()):
         raise ConfigError(
             "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
-            "Wrap the model with find_unused_parameters=True."
+            "Wrap the model with find_unused_parameters=True.",
+            code="guard.ddp-unused",
         )
     scheduler = torch.optim.lr_scheduler.LRScheduler
     held = any(isinstance(getattr(each, "scheduler", each), scheduler) for each in also)
     for optimizer in optimizers:
         if not hasattr(optimizer, "step"):
             raise ConfigError(
-                f"Guard: optimizer is a {type(optimizer).__name__}. Give the one that `step` calls, or a list."
+                f"Guard: optimizer is a {type(optimizer).__name__}. Give the one that `step` calls, or a list.",
+                code="guard.optimizer",
             )
+        # Set by torch's schedulers when they wrap optimizer.step.
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not held:
             raise ConfigError(
                 "Guard: a scheduler moves the learning rate of the optimizer, and steps of a check would move it further. "
-                "Hand it over: Guard(..., also=[scheduler])."
+                "Hand it over: Guard(..., also=[scheduler]).",
+                code="guard.scheduler",
             )
 
 
 def refuse_state(state: Any, settings: str) -> None:
-    """ConfigError for a state that no guard with these settings gave."""
+    """Raise ConfigError for a state that does not come from a guard with these settings."""
     if problem := forms.refuse(state, STATE):
         raise ConfigError(
-            f"Guard: its state is damaged: {problem}. Give what `state_dict` gave, or leave it out to begin anew."
+            f"Guard: its state is damaged: {problem}. Give what `state_dict` gave, or leave it out to begin anew.",
+            code="guard.damaged-state",
         )
     if state["settings"] != settings:
         raise ConfigError(
-            f"Guard: its state is of {state['settings']}, and this one is {settings}. Resume with the settings it had."
+            f"Guard: its state is of {state['settings']}, and this one is {settings}. Resume with the settings it had.",
+            code="guard.other-settings",
         )
 
 
 def refuse_no_loss(loss: Any) -> None:
-    """ConfigError unless it is one number."""
+    """Raise ConfigError unless the loss is a single number."""
     if not isinstance(loss, int | float) and not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
         what = f"{list(loss.shape)} tensor" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ConfigError(f"Guard: step returned a {what}. Return the mean loss of the batch, a number.")
+        raise ConfigError(
+            f"Guard: step returned a {what}. Return the mean loss of the batch, a number.", code="guard.step-result"
+        )

@@ -1,20 +1,25 @@
-"""Gradients at the first step of a check, where narrow numbers and BF16 have the same weights, the same batch and the same draws.
+"""Compare gradients at the first step of a check, where run and BF16 have the same weights.
 
-    slope = <g_narrow, g_wide> / <g_wide, g_wide>         of each Linear's weight, over SAMPLE of its elements
+    slope = <g_run, g_bf16> / <g_bf16, g_bf16>         of each Linear's weight, over SAMPLE elements
 
-Recipes without bias have slopes near 1, stochastic ones too: noise has no direction. A layer that gives nothing has 0, dropped columns
-less than 1, a window that saturates anything. Where gradients are clipped all slopes have one more factor, that of the clipping, so they
-are divided by their median.
+Batch and random numbers are the same too. Recipes without bias have slopes near 1, including
+stochastic ones, whose noise has no direction. A dead layer has slope 0, dropped columns give less
+than 1, a saturating amax history gives any value. Slopes are divided by their median: under norm
+clipping one huge gradient scales down all others, so that the faulty weight has a slope of 4 and
+sound ones 0.04.
 
-A weight is outside where its slope is not within LOW and HIGH. Measured on the models of benchmarks/guard_planted.py, lowest and highest
-of 14 weights at 8 checks of four seeds: FP8 recipes 0.87 to 1.10, nvfp4 0.67 to 1.38, int4-hq-bs 0.47 to 1.86; INT4 per tensor -18 to 26,
-dropped columns -204 to 122, a dead layer 0, saturating windows beyond 100.
+A weight is "outside" if its slope is not within LOW and HIGH. Lowest and highest slopes on the
+models of benchmarks/guard_planted.py, 14 weights at 8 checks of four seeds: FP8 recipes 0.87 to
+1.10, nvfp4 0.67 to 1.38, int4-hq-bs 0.47 to 1.86; INT4 per tensor -18 to 26, dropped columns -204
+to 122, a dead layer 0, saturating amax histories beyond 100.
 
-The gradient is read before the optimizer steps, by a hook of torch's (`register_step_pre_hook`), so it is the one that the step uses: of
-all micro-batches and ranks, clipped. Of a DTensor it is this rank's part; dot products are summed over all ranks, so all have one result.
-Where the optimizer has no gradients then (steps in backward, gradients held in FP8), `unseen` says why.
+A torch hook (`register_step_pre_hook`) reads the gradient before the optimizer steps, so it is the
+one that the step uses: over all micro-batches and ranks, and clipped. Of a DTensor it is this
+rank's shard; dot products are summed over all ranks, so all ranks get one result. If the optimizer
+has no gradients then (steps in backward, gradients stored in FP8), `unseen` gives the reason.
 
-    cost   a sample of both, 4 bytes an element: at most 32 KiB a weight, in the host's memory; one wait for the device each
+Costs a sample of both gradients: at most 32 KiB per weight in host memory, and one synchronisation
+each.
 """
 
 from __future__ import annotations
@@ -36,14 +41,18 @@ from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.structure import plain_name
 
-SAMPLE = 4096  # elements of a weight: the slope of noise alone, as large as the gradient, is 0 +- 0.016
+# Elements of a weight. Noise as large as the gradient, without signal, has slope 0 +- 0.016.
+SAMPLE = 4096
 LOW, HIGH = 1 / 4, 4
 
-Samples = dict[str, Tensor]  # of gradients by weight, [at most SAMPLE] float32 in the host's memory
+Samples = dict[str, Tensor]  # weight -> gradient sample, [at most SAMPLE] float32 on the host
 
 
 class FirstGradients:
-    """Samples of the gradients of the next step that an optimizer takes. Close it, or use it in a `with`, or its hooks stay."""
+    """Samples of the gradients of the next optimizer step.
+
+    Close it, or use it in a `with` block, to remove its hooks.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.samples: Samples = {}
@@ -53,7 +62,8 @@ class FirstGradients:
     @_disable_dynamo
     @torch.no_grad()
     def _look(self, *_: Any) -> None:
-        if self.samples:  # of the first step; what another optimizer steps had its gradient then as well
+        # First step only; with several optimizers all gradients exist at the first one's step.
+        if self.samples:
             return
         for name, weight in _weights(self._model).items():
             if weight.grad is not None and (gradient := shards.local_gradient(weight)) is not None:
@@ -72,11 +82,13 @@ class FirstGradients:
 
 
 def slopes(narrow: Samples, wide: Samples) -> dict[str, float]:
-    """Of each weight that has a gradient in both, divided by what is common to all; over all ranks, each of which has to call this.
+    """Slope of each weight with a gradient in both, divided by the common factor.
 
-    Left out: weights whose gradient in BF16 is zero, and those where either is not finite.
+    A collective call over all ranks. Skips weights whose BF16 gradient is zero, and those where
+    either gradient is not finite.
     """
     products = {
+        # float64: sums of up to 4,096 float32 products.
         name: (float(narrow[name].double() @ each.double()), float(each.double().square().sum()))
         for name, each in wide.items()
         if name in narrow and narrow[name].shape == each.shape
@@ -84,12 +96,13 @@ def slopes(narrow: Samples, wide: Samples) -> dict[str, float]:
     found = {name: dot / square for name, (dot, square) in _of_all_ranks(products).items() if square > 0}
     found = {name: slope for name, slope in found.items() if math.isfinite(slope)}
     common = [abs(slope) for slope in found.values() if slope]
+    # The lower median: of two weights the larger slope may be the faulty one.
     factor = statistics.median_low(common) if common else 1.0
     return {name: slope / factor for name, slope in found.items()}
 
 
 def outside(found: Mapping[str, float]) -> dict[str, float]:
-    """Those that are not within LOW and HIGH, the farthest first."""
+    """Slopes that are not within LOW and HIGH, the farthest first."""
     return dict(
         sorted(
             ((name, slope) for name, slope in found.items() if not LOW <= slope <= HIGH),
@@ -99,7 +112,7 @@ def outside(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def unseen(model: nn.Module, optimizer: Any) -> str:
-    """Why gradients are not compared, a sentence, or ''."""
+    """Sentence on the reason why gradients are not compared, or ''."""
     reasons = [_hides(each) for each in _optimizers(optimizer)]
     if reasons and all(reasons):
         return reasons[0]
@@ -107,7 +120,7 @@ def unseen(model: nn.Module, optimizer: Any) -> str:
 
 
 def words(model: nn.Module, optimizer: Any) -> str:
-    """What is compared at the first step of a check and what it takes, a sentence."""
+    """Sentence on the gradients compared at the first step of a check, and on the memory for it."""
     if reason := unseen(model, optimizer):
         return f"Gradients are not compared: {reason}"
     weights = _weights(model).values()
@@ -118,7 +131,7 @@ def words(model: nn.Module, optimizer: Any) -> str:
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """Those that step: of a wrapper, such as accelerate's, what it holds."""
+    """Optimizers that step; wrappers such as accelerate's are unwrapped."""
     found = []
     for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         while isinstance(inner := getattr(each, "optimizer", None), torch.optim.Optimizer):
@@ -128,7 +141,7 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 
 def _hides(optimizer: Any) -> str:
-    """Why one optimizer has no gradients before its step."""
+    """Reason why an optimizer has no gradients before its step, or ''."""
     if isinstance(optimizer, NarrowOptimizer) and optimizer.stepping is not None:
         return "parameters step in backward, and free them there."
     if isinstance(optimizer, NarrowOptimizer) and optimizer.holding is not None:
@@ -139,9 +152,10 @@ def _hides(optimizer: Any) -> str:
 
 
 def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Of the Linears on narrow numbers that train, by their layer's name without what wrappers add; each once.
+    """Trained weights of low-precision Linears, by their layer's name without wrappers; each once.
 
-    Not of recipes that learn steps: what lies beyond a step has no gradient there, by design, and BF16 has another function of it.
+    Skips recipes with learned steps: elements beyond a step have no gradient there by design, so
+    BF16 computes another function.
     """
     found: dict[str, nn.Parameter] = {}
     seen = set[int]()
@@ -155,15 +169,19 @@ def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _sample(gradient: Tensor) -> Tensor:
-    """Every so many elements, on the host; a stride that meets each column of a matrix."""
+    """Strided sample of a gradient, on the host."""
     columns, stride = gradient.shape[-1], -(-gradient.numel() // SAMPLE)
+    # Coprime to the number of columns: a stride of 64 over 64 columns would sample a single column.
     while math.gcd(stride, columns) > 1:
         stride += 1
     return gradient.flatten()[:: max(stride, 1)].to("cpu", torch.float32, copy=True)
 
 
 def _of_all_ranks(own: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Sums by weight: copies add up as often in both products, shards to the whole."""
+    """Sums over ranks, by weight.
+
+    Copies add equally to both products, and shards add up to the whole.
+    """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return own
     told: list[Any] = [None] * dist.get_world_size()

@@ -1,15 +1,17 @@
-"""The setting `guard`: how often a run is checked against BF16, for how many steps, what is harmless, and what follows when it is not.
+"""The setting `guard`: interval, length and margin of the checks, and the action if worse.
 
-    every=2000,steps=100,margin=0.25%,then=stay          each key once, in any order; what is left out is as in `GuardSettings`
+    every=2000,steps=100,margin=0.25%,then=stay     each key once, in any order; the rest as in
+                                                    `GuardSettings`
 
-    every    steps from the begin of a check to the begin of the next
-    steps    of a stretch in BF16; the second half of them counts
-    margin   largest harmless difference of the loss: a share of it (0.25%), or nats (0.003). 0.25% is at least 0.003 nats, other shares in
-             proportion, as far as that is at most 1 % of the loss (which need be no cross-entropy)
-    then     when the run is worse: `warn`; `stay`, in BF16 until the next check, which tries narrow again; `bf16` from there on, or
-             another wider recipe by its name
+    every    steps from the start of a check to the start of the next one
+    steps    length of a BF16 probe; its second half counts
+    margin   largest harmless difference of the loss: a share of the loss (0.25%), or nats (0.003).
+             0.25% means at least 0.003 nats, other shares in proportion, as long as that is at most
+             1 % of the loss (the loss need not be a cross-entropy)
+    then     action if the run is worse: `warn`; `stay`, in BF16 until the next check, which tries
+             low precision again; `bf16` from there on, or the name of another, more precise recipe
 
-Imports no torch, so the command line can refuse a bad value at once.
+Imports no torch, so that the command line can refuse a bad value at once.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ from narrowgauge.errors import ConfigError, closest
 KEYS = ("every", "steps", "margin", "then")
 WARN, STAY = "warn", "stay"
 FORM = "every=2000,steps=100,margin=0.25%,then=stay"
-FEWEST = 2  # steps of a stretch: its second half has one
+FEWEST = 2  # steps of a probe: its second half then has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """margin, least_margin, is_in_nats: as `Evidence` takes them. ConfigError for steps that cannot be."""
+    """Settings of a guard. Raises ConfigError for impossible values.
+
+    every, steps, then                as in the module docstring
+    margin, least_margin, is_in_nats  arguments of `Evidence`
+    """
 
     every: int = 2000
     steps: int = 100
@@ -44,32 +50,43 @@ class GuardSettings:
     def __post_init__(self) -> None:
         if not (is_whole(self.every) and is_whole(self.steps) and FEWEST <= self.steps <= self.every):
             raise ConfigError(
-                f"guard: every = {self.every!r}, steps = {self.steps!r}: must be whole numbers, steps from {FEWEST} to every."
+                f"guard: every = {self.every!r}, steps = {self.steps!r}: must be whole numbers, steps from {FEWEST} to every.",
+                code="guard.every-steps",
             )
         for name in ("margin", "least_margin"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-                raise ConfigError(f"guard: {name} = {value!r}: must be a positive number. Choose for example {MARGIN}.")
+                raise ConfigError(
+                    f"guard: {name} = {value!r}: must be a positive number. Choose for example {MARGIN}.",
+                    code="guard.margin",
+                )
         if not isinstance(self.is_in_nats, bool):
-            raise ConfigError(f"guard: is_in_nats = {self.is_in_nats!r}: must be True or False.")
+            raise ConfigError(
+                f"guard: is_in_nats = {self.is_in_nats!r}: must be True or False.", code="guard.is-in-nats"
+            )
         if not isinstance(self.then, str) or not self.then:
-            raise ConfigError(f"guard: then = {self.then!r}: must be {WARN!r}, {STAY!r} or the name of a recipe.")
+            raise ConfigError(
+                f"guard: then = {self.then!r}: must be {WARN!r}, {STAY!r} or the name of a recipe.", code="guard.then"
+            )
 
     def evidence(self) -> Evidence:
         return Evidence(self.margin, self.least_margin, is_in_nats=self.is_in_nats)
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the end of a stretch may become the run."""
+        """True if the run may continue from the end of a BF16 probe."""
         return self.then != WARN
 
     @property
     def recipe(self) -> str:
-        """The one that a run that is worse gets for good, or ''."""
+        """Recipe that a run gets for good if it is worse, or ''."""
         return "" if self.then in (WARN, STAY) else self.then
 
     def begins(self, warmup_steps: int, steps: int) -> range:
-        """The steps after which checks begin, in a run of so many steps: none before warm-up has ended, none that the run would cut."""
+        """Steps after which checks start in a run of `steps` steps.
+
+        None before the end of warm-up, and none that the end of the run would cut.
+        """
         first = -(-max(warmup_steps, 1) // self.every) * self.every
         return range(first, steps - self.steps + 1, self.every)
 
@@ -80,38 +97,48 @@ class GuardSettings:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it counts something; True and False do not."""
+    """True for an integer; False for True and False."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def refuse_counts(**counts: object) -> None:
-    """ConfigError for arguments of a guard that are no numbers of steps."""
+    """Raise ConfigError for arguments of a guard that are not numbers of steps."""
     for name, value in counts.items():
         if not is_whole(value) or value < 0:  # type: ignore[operator]
-            raise ConfigError(f"Guard: {name} = {value!r}: must be a whole number of steps, 0 or more.")
+            raise ConfigError(
+                f"Guard: {name} = {value!r}: must be a whole number of steps, 0 or more.", code="guard.whole-number"
+            )
 
 
 def parse(text: str) -> GuardSettings | None:
-    """None for ''. Raises ConfigError for what is not of the form, with every reason."""
+    """Parse the setting; None for ''. Raises ConfigError with every reason."""
     if not text.strip():
         return None
     found, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"guard = {text!r}: {' '.join(wrong)}")
+        raise ConfigError(f"guard = {text!r}: {' '.join(wrong)}", code="guard.settings-text")
     return found
 
 
 def chosen(given: str | GuardSettings) -> GuardSettings:
-    """For a loop that wants a guard. Raises ConfigError for settings that are none."""
+    """Settings for a loop that asks for a guard.
+
+    Raises ConfigError for invalid or empty settings.
+    """
     found = parse(given) if isinstance(given, str) else given
     if isinstance(found, GuardSettings):
         return found
     what = "the settings are empty" if found is None else f"{given!r} is neither text nor GuardSettings"
-    raise ConfigError(f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.")
+    raise ConfigError(
+        f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.", code="guard.settings-type"
+    )
 
 
 def problems(text: str, steps: int, warmup_steps: int) -> Iterator[str]:
-    """What is wrong with the setting in a run of so many steps, in sentences; steps = 0: not known yet."""
+    """Yield sentences on errors in the setting for a run of `steps` steps.
+
+    steps  0: not known yet
+    """
     if not text.strip():
         return
     found, wrong = _read(text)
@@ -166,7 +193,7 @@ def _read(text: str) -> tuple[GuardSettings, list[str]]:
 
 
 def _margins(text: str) -> tuple[dict[str, Any], list[str]]:
-    """What `Evidence` takes; problems."""
+    """(arguments of `Evidence`, error messages)."""
     if not text:
         return {}, []
     number, percent = text.removesuffix("%").strip(), text.endswith("%")
@@ -176,5 +203,6 @@ def _margins(text: str) -> tuple[dict[str, Any], list[str]]:
         why = "differences of sound runs are of the order of 0.001"
         return {}, [f"margin = {text!r} is not {form}: {why}. Write such a number."]
     if percent:
+        # The margin in nats scales with the share, so that 0.25% gives LEAST_MARGIN.
         return {"margin": value / 100, "least_margin": LEAST_MARGIN * value / 100 / MARGIN}, []
     return {"least_margin": value, "is_in_nats": True}, []

@@ -1,11 +1,13 @@
-"""Alarms of the audit in words: numbers of a step that are not those of its recipe. Imports no torch, as `evidence` imports none.
+"""Alarms of the audit in words: GEMMs of a step whose numbers do not follow their recipe.
 
-Unlike = {"layers.1.up_proj:output": (kind, detail)}       by layer and product
+Unlike = {"layers.1.up_proj:output": (kind, detail)}       by layer and GEMM
 
-stale    weight codes that are not a cast of the weight as it is
+stale    weight codes that are not a cast of the current weight
 uncast   codes of x or gy that are not a cast of it: another scale, another factor, missing rows
 kernel   a result further from the product of its own codes than rounding explains
-stuck    the random numbers of stochastic rounding are those of the step before
+stuck    the random numbers of stochastic rounding repeat those of the previous step
+
+Imports no torch, as `evidence`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _REMEDY = {
 
 
 def sentence(unlike: Unlike) -> str:
-    """Each kind with its layers, then the next step; '' of none."""
+    """Sentences for each kind with its layers and the next step; '' for none."""
     said = []
     for kind, words in _SAID.items():
         own = {name: detail for name, (each, detail) in unlike.items() if each == kind}

@@ -1,4 +1,4 @@
-"""What is known of a run after a check, as numbers and as a sentence."""
+"""Verdict on a run after a guard check, as numbers and as sentences."""
 
 from __future__ import annotations
 
@@ -11,59 +11,67 @@ from narrowgauge.diagnose.guard.unlike import sentence as unlike_sentence
 from narrowgauge.diagnose.sensitivity import SHARE
 
 WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
-STRETCH, SAME_WEIGHTS, GRADIENT, NUMBERS = "stretch", "same weights", "gradient", "numbers"  # what "worse" was seen on
-PLATEAU = 0.02  # of the first check's loss: a run whose loss fell by less since then has hardly moved
-FORESIGHT = 100  # checks ahead
-NAMED = 3  # weights in a sentence
-WIDE = 0.02  # of the loss: a larger margin is told
+# Evidence on which "worse" rests; "stretch" stands for the mean losses of the probes.
+STRETCH, SAME_WEIGHTS, GRADIENT, NUMBERS = "stretch", "same weights", "gradient", "numbers"
+# Of the first check's loss: a loss that has fallen by less since then is on a plateau.
+PLATEAU = 0.02
+FORESIGHT = 100  # number of future checks that are simulated
+NAMED = 3  # weights named in a sentence
+WIDE = 0.02  # of the loss: a larger margin is mentioned in the sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is known after the newest check, with the numbers behind it; differences in nats."""
+    """Verdict after the newest check, with the numbers behind it; differences in nats."""
 
     name: str  # worse, within, unknown, reference
-    direction: str  # of what is worse: "higher", "lower", "gradient", "numbers", "not finite"; else ""
-    seen_on: str  # of what is worse: "stretch", "same weights", "gradient", "numbers"; else ""
+    direction: str  # of "worse": "higher", "lower", "gradient", "numbers", "not finite"; else ""
+    seen_on: str  # evidence for "worse": "stretch", "same weights", "gradient", "numbers"; else ""
     checks: int
     difference: float  # of the newest check
     control: float | None  # of the newest check
-    same: float | None  # of the newest check: the difference of its first step, on the same weights
-    loss: float  # the reference's at the newest check
+    same: float | None  # of the newest check: the difference at its first step, on the same weights
+    loss: float  # the reference's loss at the newest check
     usual: float | None  # the reference's median loss over the RECENT checks before, None without two
-    since: int  # the check that the means begin with, from 1
-    mean: float  # of the differences that count; NaN without any
-    same_mean: float | None  # the same on the same weights
+    since: int  # first check, from 1, that the means include
+    mean: float  # mean of the differences that count; NaN without any
+    same_mean: float | None  # mean of the differences on the same weights
     margin: float
-    certified: float  # the margin of "within": at most a share of what the run learnt
-    learnt: float | None  # how far the reference's loss has fallen, as far as that is shown; None: not known
-    trivial: float | None  # the loss of the trivial predictor; None: not known
-    scale: float  # of one check's noise
-    e_worse: float  # the mean of the next two
+    certified: float  # margin of "within": at most a share of the run's progress
+    learnt: float | None  # progress: how far the reference's loss has fallen; None: not known
+    trivial: float | None  # loss of the trivial predictor; None: not known
+    scale: float  # scale of one check's noise
+    e_worse: float  # mean of the next two
     e_worse_stretch: float
     e_worse_same: float | None
     e_within: float
-    sick: tuple[str, ...]  # weights whose gradient was another at this check and the one before
+    sick: tuple[str, ...]  # weights with a deviating gradient at this check and the previous one
     more_checks: (
         int | None
-    )  # until a verdict if the next differences are like the mean; 0 with a verdict; None: beyond FORESIGHT
+        # Checks until a verdict if further differences equal the mean; 0 with a verdict; None:
+        # beyond FORESIGHT.
+    )
 
-    unlike: Unlike = field(default_factory=dict)  # products whose numbers at this check are not those of their recipe
-    first_loss: float | None = None  # the reference's at the first check; None at that one
+    # GEMMs whose numbers at this check do not follow their recipe.
+    unlike: Unlike = field(default_factory=dict)
+    first_loss: float | None = None  # the reference's loss at the first check; None at that check
 
     def event(self) -> dict[str, Any]:
-        """The fields by name; `name` is called `verdict`."""
+        """Fields by name; `name` becomes `verdict`."""
         fields = asdict(self)
         return {"verdict": fields.pop("name"), **fields, "plateau": self.is_plateau}
 
     @property
     def is_plateau(self) -> bool:
-        """Whether the loss has hardly moved since the first check."""
+        """True if the loss has hardly moved since the first check."""
         return self.first_loss is not None and self.first_loss - self.loss < PLATEAU * abs(self.first_loss)
 
     @property
     def sentence(self) -> str:
-        """The verdict in words; then, where it applies, that the loss stands still, and the products whose numbers are wrong."""
+        """The verdict in words.
+
+        Followed, if so, by sentences on GEMMs with wrong numbers and on a loss that stands still.
+        """
         said = [self._verdict()] if self.seen_on != NUMBERS else ["The run does not compute what its recipe says."]
         if self.unlike:
             said.append(unlike_sentence(self.unlike))
@@ -110,7 +118,7 @@ class Verdict:
 
     @property
     def cannot_tell(self) -> bool:
-        """Whether it is unknown because the run has not learnt enough to tell (`sensitivity`)."""
+        """True if the verdict is unknown because the run has learnt too little (`sensitivity`)."""
         return self.name == UNKNOWN and self.certified < self.margin
 
     def _of_too_little(self, mean: str) -> str:

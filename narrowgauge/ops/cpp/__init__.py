@@ -1,4 +1,7 @@
-"""C++ kernels of the ops on the CPU: their sources, and `Library`, which builds and calls them (build.py)."""
+"""C++ kernels of the operators on the CPU: the sources, and the class that builds and calls them.
+
+build.py compiles the sources and distributes the work over threads.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,16 @@ from narrowgauge.ops.registry import Refusal
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """The functions narrowgauge_NAME(first, last, ...) of C++ sources, each for rows of a result; built when first asked.
+    """Functions of C++ sources that compute rows `first` to `last` of a result.
 
-    signatures  NAME -> the types of the arguments after the rows
-    package     whose folder has the sources
-    instead     what a user does without it
+    The exported symbol of NAME is narrowgauge_NAME(first, last, ...). The library is built when it
+    is first used.
+
+    sources     files in `package`; the first is compiled, the others are included by it
+    purpose     text for error messages
+    signatures  {NAME: ctypes types of the arguments that follow `first` and `last`}
+    package     Python package that contains the sources
+    instead     text for error messages: the alternative without a compiler
     """
 
     sources: tuple[str, ...]
@@ -42,7 +50,7 @@ class Library:
 
     @cached_property
     def missing(self) -> str:
-        """Why there is no library here, or ''."""
+        """Reason why the library cannot be built or loaded here, or ''."""
         try:
             assert self.loaded is not None
         except BackendError as error:
@@ -50,20 +58,25 @@ class Library:
         return ""
 
     def refuse(self, device: str) -> Refusal | None:
-        """Why it cannot be called for tensors on a device of this type, or None."""
+        """Return the reason why the library is unusable on this type of device, or None."""
         if torch.compiler.is_compiling():
+            # Dynamo cannot trace ctypes calls, and Inductor fuses the definition itself.
             return Refusal("compiling", "torch.compile cannot look into it")
         if device != "cpu":
             return Refusal("device", "for the CPU alone")
         return Refusal("toolchain", self.missing) if self.missing else None
 
     def call(self, name: str, rows: int, elements: int, *given: Any) -> None:
-        """NAME over all rows, on as many threads as the elements are worth. Tensors are given by their addresses."""
+        """Run function NAME over all rows, with as many threads as `elements` justify.
+
+        Tensors are passed by address. A dry run calls nothing.
+        """
         from narrowgauge.ops.cpp.build import in_shares, parts
 
         if dry_run_on() is not None:
             return
         function = getattr(self.loaded, f"narrowgauge_{name}")
         values = [address(each) if each is None or isinstance(each, Tensor) else each for each in given]
-        count = max(min(parts(elements), rows), 1)
+        # Equal shares of whole rows: results do not depend on the number of threads.
+        count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
         in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))

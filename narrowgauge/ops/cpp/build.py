@@ -1,9 +1,14 @@
-"""C++ kernels for the CPU, built once per machine by the compiler that is there, and called with ctypes.
+"""Build C++ kernels for the CPU with the installed compiler, and load them with ctypes.
 
-A library is kept in $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), which no other user may write to, under a name made
-of its sources, the flags, the compiler and the processor, and of its own bytes: a file that was damaged is never loaded, which
-could end the process, but built anew.
-Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
+Each library is built once per machine.
+
+A library is cached in $XDG_CACHE_HOME/narrowgauge (default ~/.cache/narrowgauge), which no other
+user may write to. Its file name contains a hash of the sources, the flags, the compiler and the
+processor, and a hash of the library's own bytes. Loading a damaged library could end the process,
+so a file whose bytes do not match its name is rebuilt.
+
+Threads are Python threads: a ctypes call releases the GIL, and each thread computes its share of
+the rows.
 """
 
 from __future__ import annotations
@@ -27,25 +32,31 @@ import torch
 from narrowgauge.errors import BackendError, StorageError
 from narrowgauge.storage import reading, refuse_shared
 
-# No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
+# Neither contraction into fused multiply-adds nor -ffast-math: results must be bit-identical to the
+# definition. Square roots vectorize only without errno and floating-point traps.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
 BUILT = reading.Kind(most_bytes=256 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
-ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
+ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
 
 
 def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) -> ctypes.CDLL:
-    """Loads the library of `sources`, files in `package` of which the first is compiled and the others are included; builds it if need be.
+    """Load the library of `sources`, and build it first if no intact copy is cached.
 
-    purpose, instead  for the errors: "optim: ... to build the fused step", and what to do without a compiler
-    Raises BackendError if there is no compiler, or it fails, or what it built cannot be loaded.
+    package    Python package that contains the sources
+    sources    file names; the first is compiled, the others are included by it
+    purpose    text for error messages, as in "optim: ... to build the fused step"
+    instead    text for error messages: the alternative without a compiler
+
+    Raises BackendError if there is no compiler, if it fails, or if the result cannot be loaded.
     """
     compiler, subject = compiler_name(), package.rpartition(".")[2]
     path = shutil.which(compiler)
     if path is None:
         raise BackendError(
             f"{subject}: no C++ compiler {compiler!r} is here to build {purpose}. Install g++, name one in the variable "
-            f"CXX, or {instead}."
+            f"CXX, or {instead}.",
+            code="compiler.missing",
         )
     folder = resources.files(package)
     texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
@@ -57,18 +68,20 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         if target is None:
             raise BackendError(
                 f"{subject}: {compiler} could not build {purpose}: {words}. Name another compiler in the variable CXX "
-                f"or another folder in XDG_CACHE_HOME, or {instead}."
+                f"or another folder in XDG_CACHE_HOME, or {instead}.",
+                code="compiler.failed",
             )
     try:
         return ctypes.CDLL(str(target))
-    except OSError as error:  # a folder from which nothing may be run, for one
+    except OSError as error:  # for example, a file system that is mounted noexec
         raise BackendError(
-            f"{subject}: {purpose} cannot be loaded: {error}. Name another folder in the variable XDG_CACHE_HOME, or {instead}."
+            f"{subject}: {purpose} cannot be loaded: {error}. Name another folder in the variable XDG_CACHE_HOME, or {instead}.",
+            code="compiler.unloadable",
         ) from error
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library has the bytes that it was built with."""
+    """Return True if the file still has the bytes that were written when it was built."""
     try:
         return path.stem.rpartition("-")[2] == digest(reading.bytes_of(path, BUILT))
     except StorageError:
@@ -84,21 +97,25 @@ def compiler_name() -> str:
 
 
 def parts(elements: int) -> int:
-    """Into how many threads' shares the work on so many elements is worth cutting."""
+    """Return the number of threads that this much work justifies, at least 1."""
     return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
 
 
 def in_shares(count: int, run: Callable[[int], object]) -> None:
-    """run(0) ... run(count - 1), each on a thread; the first on this one. Errors reach the caller.
+    """Call run(0) ... run(count - 1), one per thread; run(0) uses the calling thread.
 
-    When it ends, by an error or Ctrl-C too, no thread is at work any more: the memory it writes to may be given away.
+    Errors reach the caller.
+
+    No thread is running when this function returns or raises, Ctrl-C included, because the caller
+    may free the memory that the threads write to.
     """
     if count == 1:
         run(0)
         return
     shares: list[Future[object]] = []
     try:
-        for k in range(1, count):  # one by one: those that began are waited for where the next cannot
+        # One by one, so that `finally` waits for those that started even if a later submit fails.
+        for k in range(1, count):
             shares.append(_pool(count - 1).submit(run, k))
         run(0)
     finally:
@@ -110,7 +127,7 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
 def _wait_for(shares: list[Future[object]]) -> None:
     try:
         wait(shares)
-    except KeyboardInterrupt:  # a share takes milliseconds
+    except KeyboardInterrupt:  # a share takes milliseconds, so wait on before raising
         _wait_for(shares)
         raise
 
@@ -120,12 +137,16 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge")
 
 
+# A forked child inherits the pools but none of their threads, and would wait for ever.
 if hasattr(os, "register_at_fork"):  # a forked process has the pools and none of their threads: it would wait for ever
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
-    """Compiles in `place` and renames, so that two processes may do it at once. Returns the library, or why there is none."""
+    """Compile in `place`. Returns (library, "") or (None, reason).
+
+    The result is renamed into place, so two processes may build it at the same time.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=place) as folder:
             code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
@@ -135,7 +156,9 @@ def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
                 command = [compiler, *FLAGS, *tuning, str(code), "-o", str(built)]
                 found = subprocess.run(command, capture_output=True, encoding="utf-8")
                 if found.returncode == 0:
-                    built.chmod(0o700)  # whatever the umask: `is_whole` refuses what others may write to
+                    # Explicit, whatever the umask: `is_whole` refuses files that others may write
+                    # to.
+                    built.chmod(0o700)
                     target = place / f"{name}-{digest(reading.bytes_of(built, BUILT))}.so"
                     built.replace(target)
                     return target, ""
@@ -146,13 +169,16 @@ def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
 
 
 def cache_folder() -> Path:
-    """Where things are kept; a folder for this process alone where `user_cache` gives a reason."""
+    """Return the user's cache folder, or a temporary one if `user_cache` reports a problem."""
     folder, reason = user_cache()
     return Path(_private_folder().name) if reason else folder
 
 
 def user_cache() -> tuple[Path, str]:
-    """$XDG_CACHE_HOME/narrowgauge, made if need be; and why it cannot be used, a clause, or ''."""
+    """Return ($XDG_CACHE_HOME/narrowgauge, reason why it cannot be used or '').
+
+    The folder is created if necessary.
+    """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
     except RuntimeError:
@@ -166,7 +192,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the properties of the processor that -march=native depends on, as one string."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.machine() + platform.processor() + platform.node()

@@ -1,4 +1,5 @@
-// y[i] = x[i] * scale where the noise of element i is at least `dropped`, else 0; see nn/dropout.py. The noise is that of ops/random.py.
+// y[i] = x[i] * scale if noise[i] >= dropped, else 0; see nn/dropout.py. The noise is the one of
+// ops/random.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +29,7 @@ inline float load(const uint16_t* x) {
     return value;
 }
 inline void store(float* y, float value) { *y = value; }
-inline void store(uint16_t* y, float value) {  // bfloat16, to nearest, ties to even; NaN stays one
+inline void store(uint16_t* y, float value) {  // bfloat16: to nearest, ties to even; NaN stays NaN
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     *y = uint16_t(value != value ? (bits >> 16) | 0x40 : rounded);
@@ -45,7 +46,9 @@ void drop(int64_t begin, int64_t end, const T* x, uint32_t low, uint32_t high, u
 
 }  // namespace
 
-// Blocks of BLOCK elements from `first` to `last`, of n elements in all. dropped: p * 2^24, rounded up.
+// Process blocks `first` to `last` of BLOCK elements each, out of n elements. dropped: p * 2^24,
+// rounded up. The index of the noise is the element's index in the whole tensor, so results do not
+// depend on the number of threads.
 extern "C" void narrowgauge_dropout(int64_t first, int64_t last, const void* x, int32_t narrow, int64_t n, uint32_t low,
                                     uint32_t high, uint32_t dropped, float scale, void* y) {
     const int64_t begin = first * BLOCK, end = std::min(last * BLOCK, n);

@@ -7,37 +7,61 @@
 //
 // b differs whenever one word differs. a depends on the place of each word: it tells permutations and pairs of flipped signs.
 // Vectors are those of GCC and Clang, so that one source serves AVX2, AVX-512 and NEON.
+//
+// A range of words is read as STREAMS quarters side by side: one stream reaches 12 to 30 GB/s beyond the L2 cache of a
+// Zen 3, four reach 17 to 37, since each has a prefetcher of its own. Within the caches both reach 56 GB/s.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, LOW = 0xFFFFFFFF;
 constexpr int64_t BLOCK = 8192;  // words of a row; as in ops/fingerprint.py
+constexpr int STREAMS = 4;
 
 typedef uint64_t Words __attribute__((vector_size(32)));
+
+// The lower half of each word times its upper half. GCC 12 makes three multiplications of the plain product.
+inline Words products(Words d) {
+#ifdef __AVX2__
+    return Words(_mm256_mul_epu32(__m256i(d), __m256i(d >> 32)));
+#else
+    return (d & LOW) * (d >> 32);
+#endif
+}
 
 }  // namespace
 
 // out [2] receives a and b of the rows first ... last - 1, each of BLOCK words. data [bytes].
 extern "C" void narrowgauge_fingerprint(int64_t first, int64_t last, const uint8_t* data, int64_t bytes, uint64_t* out) {
-    const int64_t whole = bytes / 8, end = std::min(last * BLOCK, whole);
     int64_t i = first * BLOCK;
-    const uint64_t start = uint64_t(i);
-    Words a = {0, 0, 0, 0}, b = a, step = {4 * GOLDEN, 4 * GOLDEN, 4 * GOLDEN, 4 * GOLDEN};
-    Words key = {(start + 1) * GOLDEN, (start + 2) * GOLDEN, (start + 3) * GOLDEN, (start + 4) * GOLDEN};
-    for (; i + 4 <= end; i += 4) {
-        Words w;
-        std::memcpy(&w, data + 8 * i, sizeof w);
-        const Words d = w ^ key;
-        a += (d & LOW) * (d >> 32);
-        b += w;
-        key += step;
+    const int64_t end = std::max(std::min(last * BLOCK, bytes / 8), i), stream = (end - i) / (4 * STREAMS) * 4;
+    const Words step = {4 * GOLDEN, 4 * GOLDEN, 4 * GOLDEN, 4 * GOLDEN};
+    Words a[STREAMS] = {}, b[STREAMS] = {}, key[STREAMS];
+    for (int s = 0; s < STREAMS; ++s) {
+        const uint64_t start = uint64_t(i + s * stream);
+        key[s] = Words{(start + 1) * GOLDEN, (start + 2) * GOLDEN, (start + 3) * GOLDEN, (start + 4) * GOLDEN};
     }
-    uint64_t place = a[0] + a[1] + a[2] + a[3], sum = b[0] + b[1] + b[2] + b[3];
-    for (; i < last * BLOCK && 8 * i < bytes; ++i) {
+    for (const int64_t stop = i + stream; i < stop; i += 4) {
+        for (int s = 0; s < STREAMS; ++s) {
+            Words w;
+            std::memcpy(&w, data + 8 * (i + s * stream), sizeof w);
+            a[s] += products(w ^ key[s]);
+            b[s] += w;
+            key[s] += step;
+        }
+    }
+    uint64_t place = 0, sum = 0;
+    for (int s = 0; s < STREAMS; ++s) {
+        place += a[s][0] + a[s][1] + a[s][2] + a[s][3];
+        sum += b[s][0] + b[s][1] + b[s][2] + b[s][3];
+    }
+    for (i += (STREAMS - 1) * stream; i < last * BLOCK && 8 * i < bytes; ++i) {
         uint64_t w = 0;
         std::memcpy(&w, data + 8 * i, std::min<int64_t>(8, bytes - 8 * i));
         const uint64_t d = w ^ (uint64_t(i + 1) * GOLDEN);

@@ -1,12 +1,19 @@
-// u @ s.T for INT4 u and for s of INT4 or of two INT4 digits (|s| <= 98), exact, on AVX2.
+// Exact u @ s.T on AVX2, for INT4 u, and for s in INT4 or consisting of two INT4 digits (magnitudes
+// up to 98).
 //
-// vpmaddubsw multiplies 32 unsigned by 32 signed bytes and adds them in pairs to 16 bits: twice the products per instruction of
-// vpmaddwd, four times those of a float32 FMA. So u is stored as u + 7 in 0 ... 14, and 7 * (sum of the row of s) is taken off in
-// the end. Saturation: a pair adds at most 2 * 14 * |s|, so `steps` of them stay within 16 bits; then they go to 32 bits.
+// vpmaddubsw multiplies 32 unsigned by 32 signed bytes and adds pairs to 16 bits: twice the
+// multiplications per instruction of vpmaddwd, and four times those of a float32 FMA. u is
+// therefore stored as u + 7 in 0 ... 14, and 7 * (sum of the row of s) is subtracted at the end.
+// Saturation: a pair adds at most 2 * 14 * |s|, so `steps` pairs stay within 16 bits before they
+// are widened to 32 bits.
 //
-// Operands are packed into panels of 6 rows (left) and 16 rows (right), [K / 4][rows][4]: a broadcast of 4 bytes of a left row meets
-// two registers of 8 right rows. 12 accumulators, 2 right registers, 1 broadcast, 1 product: all 16 registers of AVX2. A panel of
-// 16 rows and 2048 columns is 32 KiB, the first-level cache; left panels stream past it.
+// INT8 x INT8 would overflow 16 bits in one pair, and vpmaddwd gains 1.5 times at best
+// (docs/log.md), so INT8 stays in float32.
+//
+// Operands are packed into panels of 6 rows (left) and 16 rows (right) with the layout
+// [K/4][rows][4]: a broadcast of 4 bytes of a left row meets two registers of 8 right rows. 12
+// accumulators, 2 right registers, 1 broadcast and 1 result use all 16 registers of AVX2. A right
+// panel with 2048 columns is 32 KiB, the size of the L1 cache; left panels stream past it.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +27,8 @@ namespace {
 
 constexpr int LEFT = 6, RIGHT = 16, DEPTH = 4, OFFSET = 7;
 
-// Rows [base, base + ROWS) of a matrix with strides (outer, inner) into one panel; what lies beyond the edges is zero.
+// Pack rows [base, base + ROWS) of a matrix with strides (row_stride, stride) into one panel.
+// Elements beyond the edges are zero.
 template <int ROWS>
 void pack_panel(const int8_t* x, int64_t base, int64_t rows, int64_t inner, int64_t row_stride, int64_t stride, int offset,
                 int8_t* panel) {
@@ -49,7 +57,8 @@ void pack_panel(const int8_t* x, int64_t base, int64_t rows, int64_t inner, int6
 }
 
 #ifdef __AVX2__
-// sums[LEFT][RIGHT] of one pair of panels. UNSIGNED_LEFT: which of them holds u.
+// Compute sums[LEFT][RIGHT] for one pair of panels. UNSIGNED_LEFT: u is the left operand, else the
+// right one.
 template <bool UNSIGNED_LEFT>
 void multiply_panels(const int8_t* left, const int8_t* right, int64_t depth, int steps, __m256i* sums) {
   const __m256i ones = _mm256_set1_epi16(1);
@@ -66,6 +75,7 @@ void multiply_panels(const int8_t* left, const int8_t* right, int64_t depth, int
         int32_t four;
         std::memcpy(&four, left + i * DEPTH, DEPTH);
         const __m256i l = _mm256_set1_epi32(four);
+        // The first operand of maddubs is the unsigned one.
         const __m256i p0 = UNSIGNED_LEFT ? _mm256_maddubs_epi16(l, r0) : _mm256_maddubs_epi16(r0, l);
         part[2 * i] = _mm256_add_epi16(part[2 * i], p0);
         const __m256i p1 = UNSIGNED_LEFT ? _mm256_maddubs_epi16(l, r1) : _mm256_maddubs_epi16(r1, l);
@@ -91,7 +101,8 @@ int32_t narrowgauge_has_gemm() {
 #endif
 }
 
-// Panels first ... last of x [rows, inner] with strides (row_stride, stride), `width` rows each (6 or 16).
+// Pack panels first ... last of x [rows, inner] with strides (row_stride, stride), `width` rows
+// each (6 or 16).
 void narrowgauge_pack(int64_t first, int64_t last, const int8_t* x, int64_t rows, int64_t inner, int64_t row_stride,
                       int64_t stride, int32_t width, int32_t offset, int8_t* panels) {
   const int64_t size = (inner + DEPTH - 1) / DEPTH * DEPTH * width;
@@ -102,8 +113,9 @@ void narrowgauge_pack(int64_t first, int64_t last, const int8_t* x, int64_t rows
   }
 }
 
-// out [m, n] float32 for the left panels first ... last. Scales: one, or one per row of the operand. The panels of the unsigned
-// operand hold u + 7; where its own rows end, products are cut off, and where K ends, s is zero.
+// Compute out [m, n] float32 for the left panels first ... last. An operand has one scale, or one
+// per row. Panels of the unsigned operand hold u + 7 beyond its edges too, which is harmless:
+// results beyond its last row are not stored, and beyond the end of K the panel of s is zero.
 void narrowgauge_gemm(int64_t first, int64_t last, const int8_t* left, const int8_t* right, int64_t m, int64_t n, int64_t inner,
                       int32_t unsigned_left, int32_t steps, const float* left_scale, int32_t left_rows,
                       const float* right_scale, int32_t right_rows, float* out) {
@@ -112,6 +124,7 @@ void narrowgauge_gemm(int64_t first, int64_t last, const int8_t* left, const int
   const int64_t left_size = depth * DEPTH * LEFT, right_size = depth * DEPTH * RIGHT;
   const bool scalars = !left_rows && !right_rows;
   const float both = scalars ? left_scale[0] * right_scale[0] : 1.f;
+  // Correction for the offset of u: 7 * (sum of the row of s).
   auto row_sum = [&](const int8_t* panel, int rows, int row) {
     int32_t sum = 0;
     for (int64_t k = 0; k < depth; k++)
@@ -138,6 +151,7 @@ void narrowgauge_gemm(int64_t first, int64_t last, const int8_t* left, const int
         std::memcpy(whole, sums + 2 * r, sizeof whole);
         const int32_t off = left_sums[(i - first) * LEFT + r];
         const int64_t row = i * LEFT + r;
+        // The order of these multiplications is the one of times_scales in ops/mm/definition.py.
         if (scalars) {
           for (int c = 0; c < RIGHT; c++) values[c] = float(whole[c] - off - right_sums[c]) * both;
         } else {

@@ -1,8 +1,10 @@
-// The passes around a 4-bit product, each one read and one write of memory, and the product itself (gemm.h).
+// Kernels around a 4-bit GEMM, each one pass over memory, and the GEMM itself (gemm.h).
 //
-// The definitions are the reference.py of rotate, codes, noise and mm. encode, decode, round, uniform and gemm compute the same
-// bits as these; turn adds in the order of the butterflies, not of a matrix product. Rows are independent: a call takes those
-// from `first` to `last`, so that threads share the work. Loops without branches are left to the compiler's vectorizer.
+// The definitions are in plain torch: ops/hadamard/definition.py, ops/random.py, ops/quantize and
+// ops/mm. encode, decode, round, uniform and gemm are bit-identical to them. turn adds in the order
+// of the butterflies, not of a matrix product, so its sums differ by rounding. Rows are
+// independent: a call processes rows `first` to `last`, and threads share the rows. Loops without
+// branches are left to the compiler's vectorizer.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -25,7 +27,7 @@ float from_bfloat16(uint16_t half) {
   return x;
 }
 
-// n elements of a row as float32.
+// Return n elements of a row as float32, without a copy if they are float32.
 const float* widened(const void* x, int dtype, int64_t at, int64_t n, float* buffer) {
   if (dtype == FLOAT32) return static_cast<const float*>(x) + at;
   const uint16_t* half = static_cast<const uint16_t*>(x) + at;
@@ -47,7 +49,8 @@ void stage(float* y, int64_t n, int h) {
 }
 
 #ifdef __AVX2__
-// The first three stages within registers of 8: the neighbour is added, the own number negated where it is the subtrahend.
+// The first three stages within registers of 8: add the neighbour, after negating the element where
+// it is the subtrahend.
 void three_stages(float* y, int64_t n) {
   const __m256 one = _mm256_castsi256_ps(_mm256_set_epi32(1 << 31, 0, 1 << 31, 0, 1 << 31, 0, 1 << 31, 0));
   const __m256 two = _mm256_castsi256_ps(_mm256_set_epi32(1 << 31, 1 << 31, 0, 0, 1 << 31, 1 << 31, 0, 0));
@@ -73,7 +76,7 @@ void butterflies(float* y, int64_t n, int block) {
   for (; h < block; h *= 2) stage(y, n, h);
 }
 
-uint32_t mix(uint32_t x) {  // the finalizer lowbias32, see noise.py
+uint32_t mix(uint32_t x) {  // the finalizer lowbias32, see ops/random.py
   x = (x ^ (x >> 16)) * 0x7FEB352DU;
   x = (x ^ (x >> 15)) * 0x846CA68BU;
   return x ^ (x >> 16);
@@ -87,8 +90,11 @@ float uniform(uint32_t low, uint32_t high, uint32_t i) {
 
 extern "C" {
 
-// x [rows, columns of stride] -> out [rows, out_columns]. Forward, inner = columns of x, filled up with zeros to out_columns;
-// inverse, only elements whose bit is set (bits may be null) enter, and out_columns = inner are kept of whole blocks.
+// Rotate the rows of x; rows of x lie `stride` elements apart.
+//
+// forward  x [rows, inner] is padded with zeros -> out [rows, whole]
+// inverse  x [rows, whole] -> out [rows, inner]; elements whose bit is zero count as 0 (bits may be
+//          null)
 void narrowgauge_turn(int64_t first, int64_t last, const void* x, int32_t dtype, int64_t stride, int64_t inner, int64_t whole,
                       const float* signs, const uint8_t* bits, int32_t block, int32_t inverse, float* out) {
   std::vector<float> row(whole), wide(whole);
@@ -119,11 +125,11 @@ void narrowgauge_turn(int64_t first, int64_t last, const void* x, int32_t dtype,
   }
 }
 
-// y [rows, columns] -> whole numbers nearest to y * (1 / scale), ties to even, within +-max; packed (two to a byte) and bits (what
-// was not clipped) only if they are not null.
+// codes = round(y * (1 / scale)) to nearest even, clipped to +-max. packed (two codes to a byte)
+// and bits (set where |ratio| is at most max) are written unless they are null.
 void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, float scale, float max, int8_t* codes,
                         uint8_t* packed, uint8_t* bits) {
-  const float magic = 0x1.8p23f;  // float32's own addition rounds to nearest even there
+  const float magic = 0x1.8p23f;  // adding it makes float32 round to an integer, to nearest even
   const float reciprocal = 1.f / scale;
   const int64_t bytes = (columns + 7) / 8, pairs = (columns + 1) / 2;
   for (int64_t r = first; r < last; r++) {
@@ -131,6 +137,7 @@ void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t col
     int8_t* row = codes + r * columns;
     for (int64_t i = 0; i < columns; i++) {
       float ratio = source[i] * reciprocal;
+      // NaN becomes code 0; the scale carries the NaN.
       float near = (std::min(std::max(ratio == ratio ? ratio : 0.f, -max), max) + magic) - magic;
       row[i] = int8_t(int32_t(near));
     }
@@ -158,7 +165,7 @@ void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t col
   }
 }
 
-// The inverse of packing: [rows, ceil(columns / 2)] -> [rows, columns].
+// Unpack codes: [rows, ceil(columns / 2)] -> [rows, columns].
 void narrowgauge_decode(int64_t first, int64_t last, const uint8_t* packed, int64_t columns, int8_t* codes) {
   const int64_t pairs = (columns + 1) / 2;
   for (int64_t r = first; r < last; r++) {
@@ -172,8 +179,8 @@ void narrowgauge_decode(int64_t first, int64_t last, const uint8_t* packed, int6
   }
 }
 
-// x [rows, columns of stride] -> floor(x * (1 / scale)) or one more, the latter where the noise is below the fraction. One scale, or
-// one for each row.
+// Stochastic rounding of x * (1 / scale): floor, plus one if the noise is below the fraction. There
+// is one scale, or one per row.
 void narrowgauge_round(int64_t first, int64_t last, const void* x, int32_t dtype, int64_t stride, int64_t columns,
                        const float* scales, int32_t by_row, float max, uint32_t low, uint32_t high, int8_t* codes) {
   std::vector<float> wide(columns);

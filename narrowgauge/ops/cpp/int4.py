@@ -1,7 +1,7 @@
-"""The compiled kernels of the CPU (int4.cpp, gemm.h): the passes around a 4-bit product, and the product.
+"""Python bindings of the CPU kernels around a 4-bit GEMM and of the GEMM itself (int4.cpp, gemm.h).
 
-Ops register them as `native-cpp`. They refuse under torch.compile, which cannot look into them and fuses the references itself,
-and where there is no C++ compiler (see `build`).
+The operators register them as `native-cpp`. They refuse under torch.compile, which cannot trace
+them and fuses the definitions itself, and where no C++ compiler is installed (see `build`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.ops.cpp import Library
 
-LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
+LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # must match gemm.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _P, _L, _I, _U, _F = c_void_p, c_int64, c_int32, c_uint32, c_float
@@ -33,14 +33,21 @@ refuse, _in_rows = LIBRARY.refuse, LIBRARY.call
 
 @cache
 def has_gemm() -> bool:
-    """Whether the product exists: it is written for AVX2."""
+    """Return True if this CPU has the GEMM, which is written for AVX2."""
     return bool(LIBRARY.loaded.narrowgauge_has_gemm())
 
 
 def turn(
     x: Tensor, whole: int, inner: int, block: int, signs: Tensor | None, bits: Tensor | None, inverse: bool
 ) -> Tensor:
-    """rotate: x [rows, inner] -> [rows, whole]; inverse, unrotate of what `bits` lets through: [rows, whole] -> [rows, inner]."""
+    """Rotate x [rows, inner] -> [rows, whole] float32; inverse: [rows, whole] -> [rows, inner].
+
+    whole    inner rounded up to whole blocks
+    block    order of the Hadamard matrix
+    signs    [whole] of +1 and -1, or None
+    bits     (inverse) uint8 [rows, ceil(whole / 8)]; elements whose bit is zero count as 0. None:
+             all count
+    """
     x, signs, bits = _rows(x), *(None if each is None else each.contiguous() for each in (signs, bits))
     out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32, device="cpu")
     sizes = (DTYPES[x.dtype], x.stride(0), inner, whole)
@@ -51,7 +58,14 @@ def turn(
 def encode(
     y: Tensor, scale: float, largest: float, packed: bool, bits: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y [rows, n] -> codes int8 [rows, n], packed [rows, ceil(n / 2)] and bits [rows, ceil(n / 8)], both uint8 or None."""
+    """Encode y [rows, n] with one scale.
+
+    The results are
+
+        codes   int8 [rows, n]
+        packed  uint8 [rows, ceil(n / 2)], two codes per byte, or None
+        bits    uint8 [rows, ceil(n / 8)], set where y / scale was not clipped, or None
+    """
     y = y.to(torch.float32).contiguous()
     rows, columns = y.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
@@ -62,7 +76,7 @@ def encode(
 
 
 def decode(packed: Tensor, columns: int) -> Tensor:
-    """uint8 [rows, ceil(columns / 2)] -> int8 [rows, columns]."""
+    """Unpack codes: uint8 [rows, ceil(columns / 2)] -> int8 [rows, columns]."""
     packed = packed.contiguous()
     codes = torch.empty(len(packed), columns, dtype=torch.int8, device="cpu")
     _in_rows("decode", len(codes), codes.numel(), packed, columns, codes)
@@ -70,7 +84,11 @@ def decode(packed: Tensor, columns: int) -> Tensor:
 
 
 def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[int, int]) -> Tensor:
-    """x [rows, n] float32 or bfloat16 -> int8 codes of x / scale [rows or 1, 1], rounded with the noise of `key`."""
+    """Round x / scale stochastically to int8 codes, with the noise of `key`.
+
+    x      [rows, n] float32 or bfloat16; other dtypes are converted to float32
+    scale  [rows or 1, 1]
+    """
     x, scale = _rows(x), scale.to(torch.float32).contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     sizes = (DTYPES[x.dtype], x.stride(0), x.shape[1])
@@ -79,7 +97,7 @@ def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[in
 
 
 def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
-    """float32 in [0, 1) of `shape`: the noise of `key` (see `ops.random`)."""
+    """Return float32 numbers in [0, 1) of `shape`: the noise of `key` (see `ops.random`)."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
     _in_rows("uniform", out.numel(), out.numel(), *key, out)
     return out
@@ -88,15 +106,20 @@ def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
 def gemm(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, unsigned_left: bool, largest: int
 ) -> Tensor:
-    """left [M, K] @ right [N, K].T, times scales [M or 1, 1] and [N or 1, 1] -> float32 [M, N]; int8 codes of any strides.
+    """Return left [M, K] @ right [N, K].T times both scales, float32 [M, N].
 
-    unsigned_left  whether the operand of INT4 (within +-7) is the left one, else it is the right one
-    largest        magnitude of the other operand, at most 98
+    left, right    int8 codes, any strides
+    left_scale     [M or 1, 1]
+    right_scale    [N or 1, 1]
+    unsigned_left  True if the INT4 operand (codes within +-7) is the left one, else it is the right
+                   one
+    largest        largest magnitude in the other operand, at most 98
     """
     (m, inner), n = left.shape, len(right)
     out = torch.empty(m, n, dtype=torch.float32, device="cpu")
     a = _panels(left, LEFT, OFFSET if unsigned_left else 0)
     b = _panels(right, RIGHT, 0 if unsigned_left else OFFSET)
+    # Number of maddubs results (pairs of products) that fit into 16 bits, see gemm.h.
     steps = (2**15 - 1) // (2 * 2 * OFFSET * largest)
     of_rows, of_columns = (scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale))
     scales = (of_rows, of_rows.numel() > 1, of_columns, of_columns.numel() > 1)
@@ -106,7 +129,7 @@ def gemm(
 
 
 def _panels(x: Tensor, width: int, offset: int) -> Tensor:
-    """x [rows, K] int8 as the panels of gemm.h."""
+    """Pack x [rows, K] int8 into the panels of gemm.h."""
     rows, inner = x.shape
     count = -(-rows // width)
     panels = torch.empty(count * width * -(-inner // DEPTH) * DEPTH, dtype=torch.int8, device="cpu")
@@ -115,6 +138,7 @@ def _panels(x: Tensor, width: int, offset: int) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x in a dtype that the kernels read, each row contiguous."""
+    """Return x in a dtype that the kernels read, with contiguous rows."""
+    # Rows may have any distance, so a slice of columns needs no copy.
     x = x if x.dtype in DTYPES else x.to(torch.float32)
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()

@@ -1,27 +1,43 @@
-"""The passes around a 4-bit product: a block-diagonal Hadamard rotation, and codes for a scale that is known; and back.
+"""Kernels around a 4-bit GEMM: Hadamard rotation and encoding with a known scale.
+
+The rotation is block-diagonal. `unrotate` and `decode` are the inverses.
 
     rotate(x)     = x diag(signs) H        H = BlockDiag(H_b, ..., H_b)
-    unrotate(y)   = y H diag(signs)        H is symmetric and its own inverse; y where its bits are set, else 0, if bits are given
-    encode(y)       codes = round(clip(r, -max, max)), ties to even     int8, one to a byte: what an integer GEMM reads; r = y * (1 / scale)
-                    packed                                              two to a byte, the first in the low nibble
-                    bits = |r| <= max                                   what was not clipped, eight to a byte, the first lowest
-    decode(packed)  the codes
+    unrotate(y)   = y H diag(signs)        H is symmetric and its own inverse;
+                                           elements of y with a zero bit count as 0
+    encode(y)     codes  = round(clip(r, -max, max)), ties to even; r = y * (1 / scale)
+                  packed = the codes as the format stores them
+                  bits   = |r| <= max, i.e. the element was not clipped
+    decode(packed) = codes
 
-H_b is Sylvester's matrix of order b = 2**k over sqrt(b):  H_b[i, j] = (-1) ** popcount(i & j) / sqrt(b).
+H_b is Sylvester's matrix of order b = 2**k, divided by sqrt(b):
+
+    H_b[i, j] = (-1) ** popcount(i & j) / sqrt(b)
 
 Contract
 
-    x        [outer, inner], any float dtype; filled up with zeros to whole blocks, so that nothing is left unrotated
-    signs    [whole blocks of inner] of +1 and -1, or None; draw them once with `draw_signs` and give them to both operands
-    ->       [outer, whole blocks of inner] float32; unrotate cuts the rest off again
-    y        [outer, n], any float dtype; NaN becomes code 0 and counts as clipped (its scale is NaN and carries it)
+    x        [outer, inner], any float dtype; padded with zeros to whole blocks, so every element is
+             rotated
+    signs    [inner in whole blocks] of +1 and -1, or None; draw them once with `draw_signs`, for
+             both operands
+    ->       [outer, inner in whole blocks] float32; unrotate removes the padding
+    y        [outer, n], any float dtype; NaN gets code 0 and counts as clipped (the scale is NaN
+             and carries it)
     scale    [1, 1] float32
-    format   INT4 or another IntFormat with codes of 8 bits at most; of more than 4 bits `packed` is a view of the codes
+    format   INT4 or another IntFormat with codes of at most 8 bits
+    codes    int8, one per byte, as an integer GEMM reads them
+    packed   two codes per byte, the first in the low nibble; a view of the codes for formats of
+             more than 4 bits
+    bits     eight per byte, the first in the lowest bit
 
-A row whose energy sits in one element comes out with 1 / sqrt(b) of it in every element of the block: less range to cover,
-hence a smaller step. The sums are float32; NaN and infinity spread over their block. Cost of a rotation in plain torch: 2 b operations
-per element, as one GEMM with a b x b matrix; of codes about ten passes. With a compiler, on the CPU (native-cpp): one pass over memory
-each, with log2 b butterflies per element; the two rotations differ by the order of summation.
+A row whose energy is concentrated in one element is spread over its block: every element gets 1 /
+sqrt(b) times that element. The range shrinks, and with it the step size. Sums are float32; NaN and
+infinity spread over their block.
+
+Cost in plain torch: a rotation takes 2 b operations per element, as one GEMM with a b x b matrix,
+and encoding about ten passes. With a C++ compiler, on the CPU (native-cpp), each takes one pass
+over memory, with log2 b butterflies per element. The two rotations differ by the order of
+summation.
 """
 
 from __future__ import annotations
@@ -47,7 +63,7 @@ __all__ = [
 
 
 def _by_name(functions: ModuleType) -> Any:
-    """(name, its arguments) -> what that function of the module gives."""
+    """Return a function that calls function `name` of the module."""
     return lambda name, *given: getattr(functions, name)(*given)
 
 
@@ -57,14 +73,17 @@ KERNELS.register(Kernel("reference", lambda device: None, _by_name(definition), 
 
 
 def rotated_length(inner: int, hadamard: Hadamard | None) -> int:
-    """Length of the contracted axis after `rotate`: `inner` in whole blocks."""
+    """Return the length after `rotate`: `inner` rounded up to whole blocks."""
     return inner if hadamard is None else -(-inner // hadamard.block) * hadamard.block
 
 
 def draw_signs(
     hadamard: Hadamard, inner: int, device: torch.device, stream: Stream | None = None, product: str = ""
 ) -> Tensor | None:
-    """The signs for a contracted axis of `inner` elements: None, the fixed ones, or new ones from torch's generator or a stream."""
+    """Return the signs for a contracted axis of `inner` elements.
+
+    They are None, the fixed ones, or new ones from torch's generator or the stream.
+    """
     if hadamard.signs == "none":
         return None
     length = rotated_length(inner, hadamard)
@@ -77,7 +96,7 @@ def draw_signs(
 
 @torch.no_grad()
 def rotate(x: Tensor, hadamard: Hadamard, signs: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """x [outer, inner] -> [outer, whole blocks of inner] float32; see the module."""
+    """Rotate x [outer, inner] -> [outer, inner in whole blocks] float32; see the module."""
     _check(x, signs, rotated_length(x.shape[-1], hadamard) if x.ndim == 2 else 0)
     return KERNELS.choose(device_of(x, signs), backend).kernel.run("rotate", x, hadamard.block, signs)
 
@@ -92,16 +111,22 @@ def unrotate(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """The inverse of `rotate` for an x of `inner` columns: y [outer, whole blocks] -> [outer, inner] float32.
+    """Invert `rotate` for an x of `inner` columns: y [outer, n] -> [outer, inner] float32.
 
-    hadamard  None: nothing was rotated, and bits alone count
-    bits      uint8 [outer, ceil(whole blocks / 8)]: only elements of y whose bit is set enter; None: all
+    y         n is `inner` rounded up to whole blocks
+    hadamard  None: no rotation is undone, so only the bits apply
+    bits      uint8 [outer, ceil(n / 8)]; elements of y whose bit is zero count as 0. None: all
+              count
     """
     length = rotated_length(inner, hadamard)
     _check(y, signs, length)
+    # A block of 1 is the identity, so kernels need no second entry point for bits alone.
     block = 1 if hadamard is None else hadamard.block
     if y.shape[1] != length:
-        raise ShapeError(f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.")
+        raise ShapeError(
+            f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.",
+            code="unrotate.columns",
+        )
     kernel = KERNELS.choose(device_of(y, signs, bits), backend).kernel
     return kernel.run("unrotate", y, block, inner, signs, bits)
 
@@ -110,22 +135,26 @@ def _check(x: Tensor, signs: Tensor | None, length: int) -> None:
     if x.ndim != 2 or not x.is_floating_point():
         raise ShapeError(
             f"rotate: x is {list(x.shape)} {x.dtype}; it must be a two-dimensional float tensor. "
-            "Flatten the leading axes with x.flatten(0, -2)."
+            "Flatten the leading axes with x.flatten(0, -2).",
+            code="rotate.shape",
         )
     if signs is not None and tuple(signs.shape) != (length,):
-        raise ShapeError(f"rotate: signs is {list(signs.shape)}, it must be [{length}]. Take it from draw_signs.")
+        raise ShapeError(
+            f"rotate: signs is {list(signs.shape)}, it must be [{length}]. Take it from draw_signs.",
+            code="rotate.signs",
+        )
 
 
 @torch.no_grad()
 def encode(
     y: Tensor, scale: Tensor, format: Format, *, packed: bool = False, bits: bool = False, backend: str | None = None
 ) -> Codes:
-    """y [outer, n] -> Codes, of which `packed` and `bits` only if they are asked for."""
+    """Encode y [outer, n]. Codes.packed and Codes.bits are None unless they are requested."""
     kernel = KERNELS.choose(device_of(y, scale), backend).kernel
     return Codes(*kernel.run("encode", y, scale, format, packed, bits))
 
 
 @torch.no_grad()
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
-    """packed -> int8 codes [outer, length]."""
+    """Return the int8 codes [outer, length] of packed codes."""
     return KERNELS.choose(device_of(packed)).kernel.run("decode", packed, format, length)

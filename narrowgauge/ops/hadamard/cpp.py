@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU (ops/cpp/int4.py) with the functions of the definition."""
+"""The C++ kernels of the CPU (ops/cpp/int4.py) behind the signatures of the definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tens
 
 
 def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
-    if y.numel() == 0:  # its scale may be empty too
+    if y.numel() == 0:  # the scale of an empty tensor may be empty too
         return definition.encode(y, scale, format, packed, bits)
     two = packed and format.codes_per_byte == 2
     codes, pairs, inside = int4.encode(y, number(scale), format.max, two, bits)

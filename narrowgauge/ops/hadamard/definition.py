@@ -1,4 +1,4 @@
-"""The definition in plain torch; arguments are checked in `ops.hadamard`."""
+"""Definition of rotations and 4-bit codes in plain torch; `ops.hadamard` checks the arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from narrowgauge.addresses import cached
 from narrowgauge.formats import Format
 from narrowgauge.ops.pieces import cuts
 
-# The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
+# The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that blocks of 16 agree with
+# it.
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 class Codes(NamedTuple):
-    """codes int8 [outer, n]; packed uint8 [outer, ceil(n / codes per byte)]; bits uint8 [outer, ceil(n / 8)]."""
+    """Result of `encode`.
+
+    codes   int8 [outer, n]
+    packed  uint8 [outer, ceil(n / codes per byte)], or None
+    bits    uint8 [outer, ceil(n / 8)], or None
+    """
 
     codes: Tensor
     packed: Tensor | None
@@ -26,12 +32,17 @@ class Codes(NamedTuple):
 
 
 def _constant(build: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
-    """Built once for a block and a device. On a GPU a number that comes from the host is waited for, and ends a capture."""
+    """Cache a constant tensor per block and device.
+
+    On a GPU, copying a constant from the host at every call synchronizes, and aborts the capture of
+    a CUDA graph.
+    """
     built = cached(build)
 
     def get(block: int, device: torch.device) -> Tensor:
         if torch.compiler.is_compiling():
             return build(block, device)
+        # A tensor that is created in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
             return built(block, device)
 
@@ -40,8 +51,9 @@ def _constant(build: Callable[[int, torch.device], Tensor]) -> Callable[[int, to
 
 @_constant
 def hadamard_matrix(block: int, device: torch.device) -> Tensor:
-    """H [block, block] float32, orthonormal: (-1) ** popcount(i & j) / sqrt(block)."""
+    """Return H [block, block] float32, orthonormal: (-1) ** popcount(i & j) / sqrt(block)."""
     index = torch.arange(block, device=device, dtype=torch.int32)
+    # Fold the bits of i & j together: the lowest bit becomes the parity of the popcount.
     parity = index[:, None] & index[None, :]
     for shift in (8, 4, 2, 1):
         parity = parity ^ (parity >> shift)
@@ -50,14 +62,21 @@ def hadamard_matrix(block: int, device: torch.device) -> Tensor:
 
 @_constant
 def fixed_signs(block: int, device: torch.device) -> Tensor:
-    """[block] of +1 and -1: TransformerEngine's for 16, else drawn from Python's generator seeded with the block."""
+    """Return [block] of +1 and -1.
+
+    The signs are TransformerEngine's for 16; others come from Python's generator, seeded with the
+    block.
+    """
     source = random.Random(block)
     signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
     return torch.tensor(signs, dtype=torch.float32, device=device)
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
-    """See `ops.hadamard`. On a GPU piece by piece in the memory of the result, with the same bits."""
+    """See `ops.hadamard`.
+
+    On a GPU, process pieces of rows into one output; results are bit-identical.
+    """
     slices, filled = cuts(x), -x.shape[1] % block
     matrix = hadamard_matrix(block, x.device)
     if len(slices) == 1:
@@ -69,13 +88,13 @@ def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
 
 
 def _rotated(x: Tensor, matrix: Tensor, signs: Tensor | None, filled: int) -> Tensor:
-    """See `rotate`. filled: columns of zeros that make the blocks whole."""
+    """Rotate one piece. filled: number of zero columns that complete the blocks."""
     full = torch.nn.functional.pad(x.to(torch.float32), (0, filled))
     return _times_hadamard(full if signs is None else full * signs, matrix)
 
 
 def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
-    """See `ops.hadamard`. On a GPU piece by piece, with the same bits."""
+    """See `ops.hadamard`. On a GPU, process pieces of rows; results are bit-identical."""
     slices = cuts(y)
     matrix = None if block == 1 else hadamard_matrix(block, y.device)
     if len(slices) == 1:
@@ -87,7 +106,7 @@ def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tens
 
 
 def _unrotated(y: Tensor, matrix: Tensor | None, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
-    """See `unrotate`. matrix: None where the signs alone are undone."""
+    """Unrotate one piece. matrix: None if only the signs are undone."""
     full = y.to(torch.float32)
     full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
     full = full if matrix is None else _times_hadamard(full, matrix)
@@ -95,7 +114,8 @@ def _unrotated(y: Tensor, matrix: Tensor | None, inner: int, signs: Tensor | Non
 
 
 def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [outer, whole blocks] times BlockDiag(matrix); float32 under autocast too."""
+    """Return x [outer, whole blocks] times BlockDiag(matrix)."""
+    # Autocast would round both operands to 16 bits.
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return _times_hadamard(x, matrix)
@@ -104,7 +124,7 @@ def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
-    """The parts of `Codes`."""
+    """Return the fields of `Codes`."""
     parts = [_encoded(y[each], scale, format, packed, bits) for each in cuts(y)]
     if len(parts) == 1:
         return parts[0]
@@ -124,13 +144,13 @@ def decode(packed: Tensor, format: Format, length: int) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
+    """Pack bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
     full = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
     return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, length: int) -> Tensor:
-    """The inverse of `pack_bits`: uint8 [outer, m] -> bool [outer, length]."""
+    """Invert `pack_bits`: uint8 [outer, m] -> bool [outer, length]."""
     bits = (packed[:, :, None] >> _places(packed.device)) & 1
     return bits.reshape(len(packed), packed.shape[1] * 8)[:, :length] == 1
 

@@ -1,14 +1,20 @@
-"""rotate_and_encode: what a 4-bit product reads, and what backward keeps of it, from one read of x, for a scale that is known.
+"""rotate_and_encode: rotation and encoding of a 4-bit operand in one read of x, for a known scale.
 
     encode(rotate(x, hadamard, signs), scale, format)      see `ops.hadamard`
 
-In plain torch about twenty passes; by the Triton kernel one read and one write (triton), with codes that differ from the
-reference's where the order of a sum decides between two neighbours. What the kernel must compute rightly on a device first (see
-`ops.selfcheck`): a 40 x 300 matrix of normal numbers, and the same with a NaN, is rotated in float64 on the CPU. Then
+Outputs are the codes that the GEMM reads, and the packed codes and bits that are saved for
+backward. Plain torch takes about twenty passes. The Triton kernel takes one read and one write; its
+codes differ from the reference's where the order of a sum decides between two neighbouring codes.
 
-    |code - clip(y / scale)| <= 1/2 + 2**-10        sums of 64 numbers in float32 are off by 64 * 2**-24 of their magnitudes, a
-                                                    few units: below 2**-14 of the scale; wrong signs or blocks are off by units
-    bits say |y / scale| <= max                     but within 2**-10 of it; packed codes are the codes; NaN is code 0, and clipped
+Self-check of the kernel (see `ops.selfcheck`): a 40 x 300 matrix of normal numbers, with and
+without a NaN, is rotated in float64 on the CPU. The kernel passes if
+
+    |code - clip(y / scale)| <= 1/2 + 2**-10
+    bits are |y / scale| <= max, except where |y / scale| is within 2**-10 of max
+    packed holds the codes; NaN has code 0 and counts as clipped
+
+Reason for 2**-10: float32 sums of 64 numbers are off by 64 * 2**-24 of their magnitudes, which are
+a few units, i.e. below 2**-14 of the scale. Wrong signs or blocks are off by whole units.
 """
 
 from __future__ import annotations
@@ -28,15 +34,24 @@ from narrowgauge.ops.triton import cast_constants, refuse_tensors
 from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
 from narrowgauge.recipe import Cast, Hadamard
 
-SMALLEST_ORDER = 16  # what tensor cores contract: a NaN would reach the blocks that share a product with its own
-LARGEST_ORDER = 64  # a matrix of 128 leaves too few registers for float32 cut in three
-# 128 columns are runs of 256 bytes in 16 bits; 32 rows of them are 32 elements for each of 128 threads. Not measured yet on a GPU.
+# Tensor cores contract 16: in smaller blocks a NaN would reach other blocks of the same
+# instruction.
+SMALLEST_ORDER = 16
+# A matrix of 128 leaves too few registers for float32 in three bfloat16 parts: it spilled.
+LARGEST_ORDER = 64
+# 128 columns of 16-bit input are runs of 256 bytes; 32 rows are then 32 elements for each of 128
+# threads. Not measured on a GPU.
 ROWS, COLUMNS, WARPS = 32, 128, 4
 triton_kernel = Kernels("narrowgauge.ops.hadamard.triton_kernel")
 
 
 class Outputs(NamedTuple):
-    """codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8; packed, bits None: not written."""
+    """Outputs of the kernel.
+
+    codes   uint8 [rows, whole]
+    packed  uint8 [rows, whole / 2], or None: not written
+    bits    uint8 [rows, ceil(whole / 8)], or None: not written
+    """
 
     codes: Any
     packed: Any
@@ -45,7 +60,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a kernel is chosen by."""
+    """Properties of a call that decide which kernel is chosen. order: matrix order b."""
 
     device: Device
     dtype: torch.dtype
@@ -55,7 +70,7 @@ class Spec:
 
 
 def refuse(spec: Spec) -> Refusal | None:
-    """Why the Triton kernel does not do it, or None."""
+    """Return the reason why the Triton kernel does not compute this, or None."""
     if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape)) is not None:
         return refusal
     if not (isinstance(spec.format, IntFormat) and spec.format.bits == 4):
@@ -68,7 +83,7 @@ def refuse(spec: Spec) -> Refusal | None:
 def in_triton(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> Codes:
-    """See the module."""
+    """Launch the Triton kernel; see the module."""
     x = x.detach() if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
     rows, columns = x.shape
     whole = rotated_length(columns, hadamard)
@@ -89,12 +104,15 @@ def in_triton(
 def in_turn(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> Codes:
-    """See the module."""
+    """Definition: `rotate` and then `encode`."""
     return encode(rotate(x, hadamard, signs), scale, format, packed=packed, bits=bits)
 
 
 def in_one_pass(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
-    """Whether a kernel rotates and encodes in one pass over x; else there is no gain over `rotate`."""
+    """Return True if a kernel rotates and encodes x in one pass.
+
+    Otherwise there is no gain over `rotate`.
+    """
     if torch.compiler.is_compiling() or x.ndim != 2:
         return False
     return KERNELS.choose(_spec(x, hadamard, format)).kernel.name != "reference"
@@ -116,15 +134,16 @@ def rotate_and_encode(
     bits: bool = False,
     backend: str | None = None,
 ) -> Codes:
-    """x [outer, inner] float -> Codes of the rotated matrix [outer, whole blocks of inner]; see the module.
+    """Rotate and encode x [outer, inner] -> Codes of [outer, inner in whole blocks].
 
-    signs  [whole blocks of inner] float32 or None, see `draw_signs`; scale [1, 1] float32
+    signs  [inner in whole blocks] float32 or None, see `draw_signs`
+    scale  [1, 1] float32
     """
     kernel = KERNELS.choose(_spec(x, hadamard, format), backend).kernel
     return kernel.run(x, hadamard, signs, scale, format, packed, bits)
 
 
-# --- the check -------------------------------------------------------------------------------------------------------------------
+# --- self-check
 
 SAMPLE, SCALE, SLACK, SEED = (40, 300), 0.3, 2.0**-10, 20260613
 NAN_ROW, NAN_COLUMN = 17, 203
@@ -150,7 +169,8 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
         ratio = (filled.reshape(-1, order) @ matrix).reshape(len(x), whole) / float(scale)
         bound = torch.where(ratio.isnan(), 0.0, 0.5 + SLACK)
         yield Comparison("codes", got.codes, ratio.nan_to_num(nan=0.0).clamp(-format.max, format.max), bound)
-        certain = ~((ratio.abs() - format.max).abs() <= SLACK)  # of NaN too, which counts as clipped
+        # Written with ~ and <= so that NaN is certain too: it counts as clipped.
+        certain = ~((ratio.abs() - format.max).abs() <= SLACK)
         inside = unpack_bits(got.bits.to("cpu"), whole)
         yield Comparison("bits of what was not clipped", inside & certain, (ratio.abs() <= format.max) & certain)
         yield Comparison("packed codes", got.packed, format.pack(got.codes.to("cpu")))

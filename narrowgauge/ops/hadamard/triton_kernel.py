@@ -1,11 +1,15 @@
-"""Rotation, encoding, packing and mask of 4-bit products in one pass over x, for a scale that is known.
+"""Rotation, encoding, packing and clipping bits in one pass over x, for a known scale.
 
-    y = x diag(signs) H       codes = encode(y * (1 / scale))       bits = |y * (1 / scale)| <= largest
+    y = x diag(signs) H     codes = encode(y * (1 / scale))     bits = |y * (1 / scale)| <= largest
 
-A program takes ROWS x COLUMNS elements, as [ROWS * COLUMNS / ORDER, ORDER] times H without its factor: +1 and -1. Tensor cores
-multiply 16-bit numbers by these exactly and add in float32; float32 numbers are cut into three bfloat16 that sum to them, and make three
-products (PIECES). The factor 1 / sqrt(ORDER) comes last, so that orders of 16 and 64 have the reference's bits wherever its sums are
-exact; else the two differ by the order of summation.
+A program computes ROWS x COLUMNS elements, as [ROWS * COLUMNS / ORDER, ORDER] times H without its
+factor: a matrix of +1 and -1. Tensor cores multiply 16-bit numbers by +1 and -1 exactly and sum in
+float32. float32 input is split into three bfloat16 numbers whose sum is exact, which takes three
+matmuls (PIECES).
+
+The factor 1 / sqrt(ORDER) is applied last. With orders of 16 and 64 results are therefore
+bit-identical to the reference wherever its sums are exact; otherwise they differ by the order of
+summation.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from narrowgauge.ops.triton.scales import reciprocal_of
 
 @triton.jit
 def _product(values, signs, total, C: tl.constexpr):
-    """total + values @ signs: values in 16 bits, signs of +1 and -1, total float32."""
+    """Return total + values @ signs: values in 16 bits, signs of +1 and -1, total float32."""
     if C.interpreted:
+        # Triton's interpreter computes wrong bfloat16 products (3.9).
         total += tl.dot(values.to(tl.float32), signs)
     else:
         total = tl.dot(values, signs.to(values.dtype), total, out_dtype=tl.float32)
@@ -30,7 +35,8 @@ def _product(values, signs, total, C: tl.constexpr):
 
 @triton.jit
 def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
-    """values [n, ORDER] times H, float32. signs: (-1) ** popcount(i & j)."""
+    """Return values [n, ORDER] times H, float32."""
+    # signs = (-1) ** popcount(i & j): the folds move the parity of the bits into the lowest bit.
     parity = tl.arange(0, ORDER)[:, None] & tl.arange(0, ORDER)[None, :]
     parity = parity ^ (parity >> 4)
     parity = parity ^ (parity >> 2)
@@ -44,6 +50,7 @@ def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr)
         rest = values - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        # Smallest parts first, so that less is rounded away.
         total = _product(low, signs, total, C)
         total = _product(middle, signs, total, C)
         total = _product(high, signs, total, C)
@@ -55,7 +62,14 @@ def rotate_and_encode(
     x, signs, scale, out, whole,
     C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x: a `Matrix`; out: `encoding.Outputs`; signs [whole] float32 or None; scale [1] float32; whole: columns in whole blocks of ORDER."""
+    """Entry point of the kernel.
+
+    x      a `Matrix`
+    signs  [whole] float32 or None
+    scale  [1] float32
+    out    `encoding.Outputs`
+    whole  number of columns in whole blocks of ORDER
+    """
     down, across = place_of_program(whole, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     if signs is not None:
@@ -75,6 +89,7 @@ def rotate_and_encode(
     if out.bits is not None:
         width = (whole + 7) // 8
         byte = across * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+        # Bits outside of the matrix must be zero, as `pack_bits` leaves them.
         eight = tl.reshape(tl.where(kept, inside, 0), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
         place = row[:, None] * width + byte[None, :]
         tl.store(out.bits + place, tl.sum(eight, axis=2).to(tl.uint8), mask=in_rows & (byte < width)[None, :])

@@ -1,18 +1,25 @@
-"""mm: the canonical product of two quantized matrices, lhs @ rhs.T, contracted axis last in both.
+"""mm: matrix multiplication of two quantized matrices, lhs @ rhs.T.
+
+Both operands have the contracted axis last.
 
     out[m, n] = sum over k of x_lhs[m, k] * x_rhs[n, k] + bias[n],    x = decode(data) * scale
 
 Contract of `mm(lhs, rhs)`
 
-    lhs        [M, K], rhs [N, K]: QTensors, or plain tensors, which are rounded to 16 bits (see `high_precision`)
-    bias       [N] or None; added in float32, before the only rounding to out_dtype. GEMMs that add it themselves take it in bfloat16:
-               a float32 bias of a bfloat16 result is rounded first there, an error of 2^-9 |bias| (torch's Linear does so under autocast)
+    lhs        [M, K], rhs [N, K]: QTensors, or plain tensors, which are rounded to 16 bits (see
+               `high_precision`)
+    bias       [N] or None; added in float32, before the only rounding to out_dtype. GEMMs with a
+               bias in their epilogue take it in bfloat16: a float32 bias of a bfloat16 result is
+               rounded first there, an error of 2^-9 |bias| (torch's Linear does so under autocast)
     out_dtype  dtype of the result
     ->         [M, N]
 
-Products of decoded elements are exact; they are summed in float32 (FP8 tensor cores with fast_accumulate: about 14 bits).
-Where no narrow unit exists the operands are decoded to a float type that holds them exactly, so an emulated product differs
-from a native one by the order of summation only. On a GPU a kernel is taken only after it was right there on a sample (selfcheck.py).
+Products of decoded elements are exact, and are summed in float32 (with about 14 bits on FP8 tensor
+cores with fast_accumulate). If the device has no units for the operands, they are decoded to a
+float dtype that represents them exactly. An emulated GEMM therefore differs from a native one only
+by the order of summation.
+
+On a GPU, a kernel must pass a self-check before its first use (selfcheck.py).
 """
 
 from __future__ import annotations
@@ -37,7 +44,8 @@ if TYPE_CHECKING:
 
 
 def check_of_products() -> Check[MmSpec]:
-    from narrowgauge.ops.mm.selfcheck import CHECK  # where a kernel is checked alone
+    """Return the self-check of the GEMMs."""
+    from narrowgauge.ops.mm.selfcheck import CHECK  # imported only when a kernel is checked
 
     return CHECK
 
@@ -46,7 +54,10 @@ _CUBLAS, _BLOCKS, _CPP, _INT4 = (f"narrowgauge.ops.mm.{name}" for name in ("cubl
 
 
 def _machine_too(kernel: str, module: str) -> Callable[[MmSpec], Refusal | None]:
-    """The refusals of a kernel by its needs, then those of its module, which knows what the machine lacks."""
+    """Combine the refusals by NEEDS with the refusals of the kernel's module.
+
+    The module checks properties of the machine.
+    """
     by_needs, by_machine = refuse(kernel), imported(module, "refuse")
     return lambda spec: by_needs(spec) or by_machine(spec)
 
@@ -59,6 +70,7 @@ def _slower_in_int4(device_type: str, index: int | None) -> str | None:
 
 
 KERNELS: Registry[MmSpec] = Registry("mm")
+# Order of speed; each kernel module is imported at its first use, so importing mm stays cheap.
 KERNELS.register(
     Kernel("native", refuse("native"), imported(_CUBLAS, "run_scaled"), by_torch=True, check=check_of_products),
     Kernel("native-block", refuse("native-block"), imported(_CUBLAS, "run_block"), by_torch=True, check=check_of_products),
@@ -73,9 +85,11 @@ KERNELS.register(
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product of two casts is computed on a device.
+    """Kernel for a GEMM of two casts on a device.
 
-    expand  dtype in which the kernel wants decoded values instead of codes, or None for codes
+    choice  the kernel, and why those before it were refused
+    expand  dtype of the decoded values that the kernel takes in place of codes; None: it takes
+            codes
     """
 
     choice: Choice[MmSpec]
@@ -85,19 +99,23 @@ class Plan:
 def plan(
     gemm: Gemm, device: torch.device, backend: str | None = None, expanded: bool = False, hidden_by: str = ""
 ) -> Plan:
-    """Which kernel computes `gemm` on `device`, and in which form it wants its operands.
+    """Choose the kernel for `gemm` on `device`.
 
-    expanded   the operands hold decoded values already, which only the reference takes
-    hidden_by  what hides their memory, see `addresses.wrapper`
+    expanded   True if the operands hold decoded values already, which only the reference accepts
+    hidden_by  kind of wrapper that hides their memory, see `addresses.wrapper`
     """
     facts = facts_of(device, hidden_by)
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
+    # Operands are expanded once, when they are quantized, and not again at every GEMM.
     emulates = choice.kernel.name == "reference"
     return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts) if emulates else None)
 
 
 def why_emulated(gemm: Gemm, device: torch.device) -> str | None:
-    """Why `device` multiplies two narrow operands in a wider type, a clause; None where it does not, or they are not both narrow."""
+    """Return a clause that says why `device` emulates a GEMM of two quantized operands.
+
+    None if the GEMM is native, or if an operand is not quantized.
+    """
     how = plan(gemm, device)
     if how.expand is None or gemm.lhs is None or gemm.rhs is None:
         return None
@@ -108,7 +126,10 @@ def mm(
     lhs: QTensor | Tensor, rhs: QTensor | Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32,
     fast_accumulate: bool = False, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module. `backend` forces a kernel by name."""
+    """Compute lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module.
+
+    `backend` forces a kernel by name.
+    """
     _check(lhs, rhs, bias)
     lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
     casts = [x.cast if isinstance(x, QTensor) else None for x in (lhs, rhs)]
@@ -121,7 +142,10 @@ def mm(
 
 
 def high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as a 16-bit operand: fp16 when the surrounding computation is fp16, else bf16. No copy if it is one already."""
+    """Return x as a 16-bit operand: float16 if x or the result is float16, else bfloat16.
+
+    No copy if x has that dtype.
+    """
     return x.to(torch.float16 if torch.float16 in (dtype, x.dtype) else torch.bfloat16)
 
 
@@ -133,15 +157,22 @@ def _describe(operand: QTensor | Tensor) -> str:
 def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) -> None:
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(operand, QTensor | Tensor):
-            raise ShapeError(f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.")
+            raise ShapeError(
+                f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.", code="mm.type"
+            )
     if len(lhs.shape) != 2 or len(rhs.shape) != 2:
         both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
-        raise ShapeError(f"mm: {both} must be two-dimensional. Flatten them first.")
+        raise ShapeError(f"mm: {both} must be two-dimensional. Flatten them first.", code="mm.axes")
     if lhs.shape[1] != rhs.shape[1]:
         both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
         hint = "; pass rhs.T." if lhs.shape[1] == rhs.shape[0] else "."
-        raise ShapeError(f"mm: contracted axes differ, {both}. Both operands keep the contracted axis last{hint}")
+        raise ShapeError(
+            f"mm: contracted axes differ, {both}. Both operands keep the contracted axis last{hint}",
+            code="mm.contracted",
+        )
     if lhs.device != rhs.device:
-        raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.")
+        raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.", code="mm.device")
     if bias is not None and tuple(bias.shape) != (rhs.shape[0],):
-        raise ShapeError(f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.")
+        raise ShapeError(
+            f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.", code="mm.bias"
+        )

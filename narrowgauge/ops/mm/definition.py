@@ -1,36 +1,39 @@
-"""The definition of mm: decode, multiply in a float type that holds the operands exactly, sum in float32.
+"""Definition of mm: decode, multiply in an exact float dtype, sum in float32.
 
-Where an operand has one scale per row (or one in all), its scales leave the sum:
+The float dtype represents both operands exactly.
+
+If an operand has one scale per row (or one in all), its scales are applied after the sum:
 
     out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
 
-and the GEMM runs on its bare values v. Otherwise the scales of its tiles are multiplied in first, and only the factor that all
-tiles share (of two-level rules, of headroom) leaves the sum.
+and the GEMM runs on the bare values v. Otherwise the scales of the tiles are multiplied in first.
+Only the factor that all tiles share (two-level rules, headroom) is then applied after the sum.
 
-Expanded operands are bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
-of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16
-instructions float32 is several times faster, and holds the same values.
+Expanded operands are bfloat16 on devices with fast bfloat16 GEMMs. Values of E4M3, E5M2, INT8 and
+smaller formats are exact there, also after multiplication by a power of two. So is NVFP4: a value
+of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16 instructions float32 is
+several times faster and represents the same values.
 
-A CPU's bfloat16 GEMM sums in float32 but returns bfloat16. It is taken where that is the only rounding: the result is bfloat16, no
-bias is added, and each scale either is one number, by which the GEMM multiplies before it rounds, or a power of two, by which it may
-be multiplied afterwards. Every other product is computed in float32, at twice the price. Measured (AMD Zen 5, AVX512-BF16, torch 2.13,
-one thread, milliseconds of CPU time; error: of normal numbers rounded to bfloat16, against float64, relative Frobenius norm):
+A CPU's bfloat16 GEMM sums in float32 but returns bfloat16. It is used where that is the only
+rounding: the result is bfloat16 and there is no bias. Each scale must be one number, by which the
+GEMM multiplies before it rounds, or a power of two, which may be applied afterwards. All other
+GEMMs run in float32, which takes twice as long. Measured on AMD Zen 5 (AVX512-BF16), torch 2.13,
+one thread, in milliseconds of CPU time. The error is the relative Frobenius norm against float64,
+for normal numbers rounded to bfloat16:
 
     M = N = K                                       512    1024    2048    error
-    bfloat16                                        0.63   5.1     42      1.7e-3, the rounding of the result
-    bfloat16 twice, the second time of what is left
-    of the sum after the first: addmm(beta=-1)      1.43   11.2    105     2.5e-6
-    float32 by oneDNN                               1.31   10.6    86      2e-7 to 6e-7, its order of summation
-    float32 by MKL, which is torch.mm               2.83   22.1    186     1e-7
+    bfloat16                                        0.63   5.1     42      1.7e-3 (a)
+    bfloat16 twice: the second GEMM computes the
+    remainder of the first, addmm(beta=-1)          1.43   11.2    105     2.5e-6
+    float32 by oneDNN                               1.31   10.6    86      2e-7 to 6e-7 (b)
+    float32 by MKL, i.e. torch.mm                   2.83   22.1    186     1e-7
 
-`torch.backends.mkldnn.matmul.fp32_precision = "bf16"` is no third way: it keeps float32 for want of AMX, and it is global, so products of
-other threads would be rounded. torch.mm(out_dtype=float32) has no kernel for the CPU. A call of oneDNN costs 12 us before it multiplies,
-one of MKL 4 (64 x 64 x 64). So the smallest float32 products are left to torch.mm: those of up to 2**18 numbers multiplied, along at most
-128 of them, where both gave the same bits in all of 4,800 random shapes.
+    (a) rounding of the result    (b) its order of summation
 
-Products of integers are summed exactly, as integer units do. Partial sums of whole numbers are exact in float32 in any order
-while the sum of magnitudes, at most max_lhs * max_rhs * K, stays below 2**24: K up to 24,455 for a bit-split gradient times
-INT4, 1,040 for INT8 times INT8. A longer axis is cut, and the exact parts are added in float64.
+Integers are summed exactly, as integer units do. Partial sums of integers are exact in float32 in
+any order while the sum of magnitudes stays below 2**24. That sum is at most max_lhs * max_rhs * K,
+so K may be up to 24,455 for a bit-split gradient times INT4, and 1,040 for INT8 times INT8. A
+longer axis is split, and the exact parts are added in float64.
 """
 
 from __future__ import annotations
@@ -49,9 +52,13 @@ from narrowgauge.scaling import WHOLE, times_scale
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
-    """The fastest float type of `device` in which every operand, scales included where needed, is exact."""
+    """Return the fastest float dtype of `device` that represents every operand exactly.
+
+    The operands include the scales that must be multiplied in before the GEMM.
+    """
     if not device.bf16_gemm:
         return torch.float32
+    # The bfloat16 GEMM would round integer sums, which the definition keeps exact.
     if device.type == "cpu" and all(cast is not None and isinstance(cast.format, IntFormat) for cast in casts):
         return torch.float32
     exact = all(cast is None or _is_exact_in_bf16(cast) for cast in casts)
@@ -62,7 +69,8 @@ def _is_exact_in_bf16(cast: Cast) -> bool:
     if isinstance(cast.format, TableFormat):
         return False
     scales_leave_the_sum = cast.tile[1] == WHOLE
-    fits_beside_e4m3 = isinstance(cast.format, FloatFormat) and cast.format.mantissa < 4  # 4 + 4 of bfloat16's 8 bits
+    # 4 + 4 bits fit into bfloat16's 8.
+    fits_beside_e4m3 = isinstance(cast.format, FloatFormat) and cast.format.mantissa < 4
     return scales_leave_the_sum or cast.scale.power_of_two or (cast.scale.two_level and fits_beside_e4m3)
 
 
@@ -71,20 +79,23 @@ def run(
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
     device = (lhs.data if isinstance(lhs, QTensor) else lhs).device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # it would round the operands of torch.mm
+    # Autocast would round the operands of torch.mm.
+    if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
     if left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None:
         if type_of(left.device) == "cuda" and left_scale is right_scale is None:
-            return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
+            # Sums in float32 and rounds once, as below, but in one pass.
+            return torch.mm(left, right.T)
         if _takes_onednn(left) and _loses_nothing(lhs, left_scale) and _loses_nothing(rhs, right_scale):
             return _rounded_once(left, right, left_scale, right_scale)
     integers = [x.cast.format for x in (lhs, rhs) if isinstance(x, QTensor) and isinstance(x.cast.format, IntFormat)]
     exact = len(integers) == 2 and left_scale is not None and right_scale is not None
     longest = int((2**24 - 1) // (integers[0].max * integers[1].max)) if exact else None
     out = times_scales(_summed(left, right, longest), left_scale, right_scale, in_place=True)
-    # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
+    # Add the bias before leaving float32: rounding first and adding after differs between eager and
+    # compiled code.
     return out.to(out_dtype) if bias is None else _biased(out, bias.to(torch.float32), out_dtype)
 
 
@@ -92,12 +103,17 @@ def framed(
     multiply: Callable[[QTensor, QTensor, Tensor | None, torch.dtype, bool], Tensor],
     adds: Callable[[QTensor, QTensor], bool] = lambda lhs, rhs: False,
 ) -> Callable[..., Tensor]:
-    """The `run` of a kernel around its product: what has no elements, the cut to [M, N], the bias, the last rounding.
+    """Wrap a GEMM into the `run` of a kernel.
 
-    multiply(lhs, rhs, bias, dtype, fast_accumulate) -> [M, N] or more. dtype: bfloat16 if that is all that is wanted and no bias
-    follows, else float32; the product may come in another float type. bias: bfloat16, where the GEMM `adds` it in its epilogue,
-    before it rounds to bfloat16; a wider one is rounded to that first, as by torch's Linear under autocast. Else None, and one
-    elementwise pass adds and rounds.
+    The wrapper handles empty operands, the cut to [M, N], the bias and the last rounding.
+
+    multiply  multiply(lhs, rhs, bias, dtype, fast_accumulate) -> [M, N] or larger. dtype is
+              bfloat16 if the result is bfloat16 and no bias follows, else float32; the GEMM may
+              return another float dtype. bias is bfloat16 if the GEMM adds it in its epilogue
+              before it rounds to bfloat16, else None. A wider bias is rounded to bfloat16 first, as
+              torch's Linear does under autocast
+    adds      adds(lhs, rhs) is True if the GEMM adds a bias itself; otherwise one elementwise pass
+              adds it and rounds
     """
 
     def run_framed(
@@ -123,17 +139,18 @@ def framed(
 
 
 def _biased(out: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """out + bias, added in float32 and rounded to dtype, in one pass."""
-    if torch.compiler.is_compiling():  # which fuses it
+    """Return out + bias, added in float32 and rounded to dtype, in one pass."""
+    if torch.compiler.is_compiling():  # the compiler fuses these operations
         return (out.to(torch.float32) + bias.to(torch.float32)).to(dtype)
     return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format))
 
 
 def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
-    """The matrix that enters the GEMM, and the scales that its rows of the result are multiplied by: [outer or 1, 1] or None.
+    """Return the matrix that enters the GEMM, and the scales that are applied after it.
 
-    Expanded values keep their dtype where their product with a scale that stays in the sum is exact in it, as in every plan
-    of `compute_dtype`; bfloat16 values whose scales are no powers of two, which only a caller of `mm` makes, become float32.
+    The scales are [outer or 1, 1], or None. Expanded values keep their dtype if their product with
+    a scale inside the sum is exact, as in every plan of `compute_dtype`. bfloat16 values whose
+    scales are not powers of two become float32; only direct callers of `mm` pass them.
     """
     if not isinstance(operand, QTensor):
         return operand, None
@@ -147,7 +164,11 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
-    """lhs @ rhs.T in float32; with `longest`, cut into sums of so many products, which are exact and added in float64."""
+    """Return lhs @ rhs.T in float32.
+
+    longest  number of products whose sum is exact; longer sums are split and added in float64.
+             None: no limit
+    """
     if longest is None or lhs.shape[1] <= longest:
         return _float_mm(lhs, rhs)
     out = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device=lhs.device)
@@ -157,12 +178,24 @@ def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """float32 result of a GEMM in the wider of the operands' types, which only CUDA offers for 16 bits; elsewhere in float32."""
+    """Return a GEMM's float32 result.
+
+    CUDA computes it in the wider dtype of the operands; other devices have no 16-bit GEMM with
+    float32 output.
+    """
     dtype = torch.promote_types(lhs.dtype, rhs.dtype)
     if dtype in (torch.bfloat16, torch.float16) and type_of(lhs.device) == "cuda":
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
     (m, k), n = lhs.shape, rhs.shape[0]
+    # oneDNN's float32 GEMM is twice as fast as MKL's (torch.mm) on CPUs with bfloat16 instructions.
+    # But a call costs 12 us before it multiplies, MKL's 4 us (64 x 64 x 64). Small GEMMs, with up
+    # to 2**18 multiplications along at most 128 elements, therefore stay with torch.mm. There both
+    # gave identical bits in all of 4,800 random shapes.
+    #
+    # Two alternatives lost. `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` keeps float32 on
+    # CPUs without AMX, and is global, so GEMMs of other threads would be rounded.
+    # torch.mm(out_dtype=float32) has no CPU kernel.
     linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _takes_onednn(lhs) else None
     is_small = m >= 16 and n >= 16 and k <= 128 and m * n * k <= 1 << 18
     if linear is None or is_small or 0 in (m, n, k):
@@ -171,24 +204,34 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _takes_onednn(operand: Tensor) -> bool:
-    """Compiled code multiplies in float32 by torch.mm: through an opaque op, Inductor (2.13) gave wrong numbers for padded tiles."""
-    is_plain = type(operand) in (Tensor, torch.nn.Parameter)  # of a fake tensor no factor can be read
+    """Return True if oneDNN's GEMMs apply: eager mode, on a CPU with bfloat16 instructions.
+
+    Compiled code multiplies in float32 by torch.mm. Around an opaque operator for the GEMM,
+    Inductor (2.13) gave wrong numbers for padded tiles.
+    """
+    # A fake tensor has no value to read as a factor.
+    is_plain = type(operand) in (Tensor, torch.nn.Parameter)
     on_cpu = operand.device.type == "cpu" and not torch.compiler.is_compiling()
     return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
 def _loses_nothing(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
-    """Whether its scale may be multiplied to a product before it is rounded to bfloat16, or afterwards."""
+    """Return True if applying the scale adds no rounding to a bfloat16 GEMM.
+
+    One number enters the GEMM as a factor before it rounds; a power of two is exact afterwards.
+    """
     if scale is None or scale.numel() == 1:
         return True
     return isinstance(operand, QTensor) and operand.cast.scale.power_of_two and operand.global_scale is None
 
 
 def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> Tensor:
-    """The bfloat16 product by oneDNN, times scales of which it loses nothing."""
+    """Return the bfloat16 GEMM by oneDNN, times scales that `_loses_nothing` accepts."""
     scales = (lhs_scale, rhs_scale)
     numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
     if numbers:
+        # alpha is multiplied in float32, before the only rounding. The bias of addmm is ignored
+        # with beta=0.
         factor = numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
         out = torch.addmm(lhs.new_empty(1), lhs, rhs.T, beta=0, alpha=factor.item())
     else:
@@ -199,7 +242,10 @@ def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale:
 
 
 def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None, *, in_place: bool = False) -> Tensor:
-    """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
+    """Multiply out [M, N] by lhs [M or 1, 1] and rhs [N or 1, 1].
+
+    Two scalars are multiplied with each other first, which saves a pass.
+    """
     times = torch.Tensor.mul_ if in_place else torch.mul
     if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
         return times(out, lhs * rhs)
@@ -209,11 +255,11 @@ def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None, *, in_plac
 
 
 def _row_scale(operand: QTensor) -> Tensor:
-    """[outer, 1] or [1, 1]."""
+    """Return one scale per row [outer, 1], or [1, 1]."""
     scale, rows = operand.scale, operand.cast.tile[0]
     if operand.global_scale is not None:
         scale = operand.full_scale()
-    if scale.numel() == 0:  # nothing is contracted or nothing comes out
+    if scale.numel() == 0:  # K is 0, or the result is empty
         return scale.new_ones(1, 1)
     one_each = rows == 1 or scale.shape[0] == 1
     return scale if one_each else scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]

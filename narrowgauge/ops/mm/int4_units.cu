@@ -1,15 +1,19 @@
-// out[m, n] = s_lhs[m] * s_rhs[n] * (sum over k of lhs[m, k] * rhs[n, k]) + bias[n] on INT4 tensor cores, for NVRTC.
+// out[m, n] = s_lhs[m] * s_rhs[n] * (sum over k of lhs[m, k] * rhs[n, k]) + bias[n] on INT4 tensor
+// cores, for NVRTC.
 //
-// lhs [M, K], rhs [N, K]: two's complement, two to a byte, the contracted axis last. How two elements share a byte does not matter,
-// as both operands do it alike. A program of 4 warps makes 128 x 128 results; a warp 64 x 64 of them, as 4 x 8 tiles of
+// lhs [M, K] and rhs [N, K] are two's complement with two codes per byte, and the contracted axis
+// last. The order of two codes in a byte does not matter, as long as both operands use the same. A
+// program of 4 warps computes 128 x 128 results; a warp computes 64 x 64, as 4 x 8 tiles of
 //
 //     mma.m16n8k64: lane l, g = l / 4, t = l % 4; a word is 8 elements of a row
 //     lhs 16 x 64   a0, a1: word t of rows g, g + 8;  a2, a3: word t + 4 of the same        ldmatrix.x4, 16 x 32 bytes
 //     rhs  8 x 64   b0, b1: words t, t + 4 of row g                                         half of an ldmatrix.x4, 16 x 32 bytes
 //     out 16 x  8   c0, c1: columns 2 t, 2 t + 1 of row g;  c2, c3: the same of row g + 8
 //
-// Steps of 128 elements: 64 bytes of each row, 3 steps in shared memory (48 KiB), two of them on their way by cp.async. A row is 4
-// chunks of 16 bytes, chunk c of row r at c ^ (r / 2 % 4): the 8 rows of one matrix of ldmatrix lie in 8 different groups of banks.
+// A step covers 128 elements, i.e. 64 bytes of each row. Shared memory holds 3 steps (48 KiB): one
+// in use, two in flight by cp.async. A row is 4 chunks of 16 bytes, and chunk c of row r is stored
+// at c ^ (r / 2 % 4): the 8 rows of one ldmatrix matrix then lie in 8 different groups of banks,
+// without conflicts.
 
 constexpr int ROWS = 128, STEP = 64, STAGES = 3, THREADS = 128;  // STEP in bytes
 constexpr int CHUNK = 16, CHUNKS = STEP / CHUNK, OPERAND = ROWS * STEP;
@@ -19,12 +23,12 @@ constexpr int WARP_ROWS = 64, TILES_M = WARP_ROWS / 16, TILES_N = WARP_ROWS / 8,
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes, or zeros where `there` is false.
+// Copy 16 bytes, or write zeros if `there` is false. cp.async writes zeros for a source size of 0.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? CHUNK : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-// Until all but the latest `left` groups of this thread have arrived.
+// Wait until all but the latest `left` groups of this thread have arrived.
 template <int left>
 __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory"); }
 
@@ -52,18 +56,20 @@ struct Operand {
 
 __device__ __forceinline__ int place(int row, int chunk) { return row * STEP + ((chunk ^ (row / 2 % CHUNKS)) * CHUNK); }
 
-// Rows first ... first + 127, bytes from ... from + 63, into one stage. What lies beyond the matrix becomes zero.
+// Fetch rows first ... first + 127, bytes from ... from + 63, into one stage. Elements beyond the
+// matrix become zero.
 __device__ __forceinline__ void fetch(unsigned char* stage, Operand operand, int first, int from, int bytes) {
 #pragma unroll
   for (int i = 0; i < OPERAND / CHUNK / THREADS; ++i) {
     const int index = i * THREADS + threadIdx.x, row = index / CHUNKS, chunk = index % CHUNKS;
     const bool there = first + row < operand.rows && from + chunk * CHUNK < bytes;
+    // The address must be valid even if nothing is copied.
     const long long at = there ? static_cast<long long>(first + row) * bytes + from + chunk * CHUNK : 0;
     copy_async(stage + place(row, chunk), operand.codes + at, there);
   }
 }
 
-// One stage: two products of 64 elements along the contracted axis.
+// Multiply one stage: two mma steps of 64 elements along the contracted axis.
 __device__ __forceinline__ void multiply_stage(
     int (&sums)[TILES_M][TILES_N][4], const unsigned char* lhs, const unsigned char* rhs, int lane) {
 #pragma unroll
@@ -81,7 +87,9 @@ __device__ __forceinline__ void multiply_stage(
   }
 }
 
-// No contraction of a product and the bias into one rounding: the definition rounds both.
+// Explicit roundings: contracting a product and the bias into one rounding would differ from the
+// definition, which rounds both. The order of the scales is the one of times_scales in
+// definition.py.
 __device__ __forceinline__ float scaled(int sum, float left, float right, bool one_factor, const float* bias, int column) {
   const float x = __int2float_rn(sum);
   const float y = one_factor ? __fmul_rn(x, __fmul_rn(left, right)) : __fmul_rn(__fmul_rn(x, left), right);
@@ -93,13 +101,14 @@ __device__ __forceinline__ void store(void* out, long long at, float x, bool nar
   else static_cast<float*>(out)[at] = x;
 }
 
-// bytes: of a row of both operands, a multiple of 16. out [M, N], bfloat16 if narrow, else float32.
+// bytes: length of a packed row of both operands, a multiple of 16. out [M, N] is bfloat16 if
+// narrow, else float32.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) int4_mm(
     const unsigned char* lhs_codes, const unsigned char* rhs_codes, const float* lhs_scale, const float* rhs_scale,
     const float* bias, void* out, int m, int n, int bytes, int lhs_has_one, int rhs_has_one, int narrow) {
   __shared__ __align__(128) unsigned char stages[STAGES][2][OPERAND];
   const Operand lhs{lhs_codes, lhs_scale, m, lhs_has_one}, rhs{rhs_codes, rhs_scale, n, rhs_has_one};
-  // Programs that run together share operands in the L2 cache: 8 rows of programs, column by column.
+  // Concurrent programs share operands in the L2 cache: 8 rows of programs, column by column.
   const int programs_m = (m + ROWS - 1) / ROWS, programs_n = (n + ROWS - 1) / ROWS;
   const int group = blockIdx.x / (GROUP * programs_n), height = min(GROUP, programs_m - group * GROUP);
   const int within = blockIdx.x % (GROUP * programs_n);
@@ -116,8 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) int4_mm(
     commit();
   }
   for (int step = 0, stage = 0; step < steps; ++step) {
+    // The newest group may still be in flight; the one of this step has arrived.
     wait<STAGES - 2>();
-    __syncthreads();  // what others fetched is there too, and all have read the stage that is filled next
+    // Makes other threads' copies visible, and all threads have read the stage that is filled next.
+    __syncthreads();
     const int next = step + STAGES - 1, free = stage == 0 ? STAGES - 1 : stage - 1;
     fetch(stages[free][0], lhs, first_m, next * STEP, bytes);
     fetch(stages[free][1], rhs, first_n, next * STEP, bytes);
@@ -146,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) int4_mm(
     }
 }
 
-// codes [rows, inner], one to a byte -> packed [rows, bytes], the first of two in the low nibble, zero behind the last.
+// Pack codes [rows, inner], one per byte -> [rows, 4 * words], two per byte, the first in the low
+// nibble, padded with zeros.
 extern "C" __global__ void pack_int4(const signed char* codes, unsigned* packed, int rows, int inner, int words) {
   const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index >= static_cast<long long>(rows) * words) return;

@@ -1,11 +1,14 @@
-"""Products of two INT4 operands on the INT4 tensor cores of compute capability 8.x: twice the rate of INT8, half of its bytes.
+"""INT4 GEMM on tensor cores of compute capability 8.x: twice INT8's rate, half its bytes.
 
-The kernel is CUDA C++ (int4_units.cu, its tiling and layouts there), compiled by NVRTC: Triton has no type of 4 bits for `dot`. Scales,
-bias and the one rounding are its epilogue. Sums are exact, so that its numbers are those of native-int8 and the definition, to the bit:
-which of the two computes is a matter of time alone, and `slower` measures it. Codes that come one to a byte are packed first.
+The kernel is CUDA C++ (int4_units.cu describes its tiling and layouts), compiled by NVRTC, because
+Triton has no 4-bit type for `dot`. Its epilogue applies scales, bias and the only rounding. Sums
+are exact, so results are bit-identical to native-int8 and to the definition. Only speed decides
+between the two kernels, and `slower` measures it. Codes that are stored one per byte are packed
+first.
 
-A bit-split gradient (INT4X2) has two digits, and would be two INT4 products: what one INT8 product takes. Hopper and later have no INT4
-units; ptxas multiplies s4 as s8 there. While torch.compile traces it is one opaque operator, `narrowgauge::int4_mm`.
+A bit-split gradient (INT4X2) has two digits and would take two INT4 GEMMs, which cost as much as
+one INT8 GEMM. Hopper and later have no INT4 units: ptxas multiplies s4 as s8 there. torch.compile
+sees one opaque operator, `narrowgauge::int4_mm`.
 """
 
 from __future__ import annotations
@@ -28,23 +31,23 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 
 SOURCE = nvrtc.Source("narrowgauge.ops.mm", "int4_units.cu")
-ROWS, THREADS = 128, 128  # of a program, as there
-ALIGNMENT = 16  # bytes of a row that one asynchronous copy takes
+ROWS, THREADS = 128, 128  # per program; must match int4_units.cu
+ALIGNMENT = 16  # bytes of a row per asynchronous copy
 PACKING_THREADS = 256
 LONGEST_SUM = (2**31 - 1) // 7**2
-MEASURED, WARM, TIMED = 4096, 3, 9  # M = N = K of the products that are timed, and how often
+MEASURED, WARM, TIMED = 4096, 3, 9  # M = N = K of the timed GEMMs; number of warm-up and timed runs
 
 Bias = Tensor | None
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
-    """NVRTC has to be installed."""
+    """Refuse if NVRTC is not installed."""
     missing = "" if dry_run_on() is not None else nvrtc.unavailable()
     return Refusal("toolchain", missing) if missing else None
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Bias, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """One rounding, to out_dtype (of float16: from float32)."""
+    """See `ops.mm`. The result is rounded once, to out_dtype; float16 is rounded from float32."""
     if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]) or lhs.shape[1] > LONGEST_SUM:
         return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
     call = torch.ops.narrowgauge.int4_mm if torch.compiler.is_compiling() else launch
@@ -56,7 +59,12 @@ def run(lhs: QTensor, rhs: QTensor, bias: Bias, out_dtype: torch.dtype, fast_acc
 def launch(
     lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, out_dtype: torch.dtype
 ) -> Tensor:
-    """lhs [M, K] int8 or [M, ceil(K / 2)] uint8, two to a byte; rhs [N, ...] alike; scales [M or 1, 1], [N or 1, 1] -> [M, N]."""
+    """Launch the kernel.
+
+    lhs, rhs              [M, K], [N, K] int8, or uint8 [..., ceil(K / 2)] with two codes per byte
+    lhs_scale, rhs_scale  [M or 1, 1], [N or 1, 1]
+    ->                    [M, N] of out_dtype
+    """
     m, n = len(lhs), len(rhs)
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     left, right = packed(lhs), packed(rhs)
@@ -73,9 +81,13 @@ def launch(
 
 
 def packed(codes: Tensor) -> Tensor:
-    """Codes [rows, K] int8, or uint8 of two each -> two to a byte, uint8 [rows, a multiple of 16], zero behind the last."""
+    """Pack codes two per byte: uint8 [rows, a multiple of 16], padded with zeros.
+
+    codes  int8 [rows, K], or uint8 with two codes per byte
+    """
     if codes.dtype == torch.uint8:
         made = cublas.aligned(codes, 1, ALIGNMENT)
+        # cp.async copies 16 aligned bytes; a view may start at any address.
         return made if address(made) % ALIGNMENT == 0 else made.clone()
     codes = codes.contiguous()
     if address(codes) % 8:  # the kernel reads 8 codes at once
@@ -93,7 +105,10 @@ def packed(codes: Tensor) -> Tensor:
 
 @constant_while_compiling
 def slower(device_type: str, index: int | None) -> str | None:
-    """Why INT8 units are taken for INT4 products on this device, a clause; None: it was measured that this kernel is faster there."""
+    """Return a clause that says why INT8 units are preferred for INT4 GEMMs on this device.
+
+    None if this kernel was measured to be faster there.
+    """
     if index is None or device_type != "cuda":
         return "it is taken only where it was measured to be faster than native-int8, and this device is not here to measure"
     return _slower(index)
@@ -101,7 +116,10 @@ def slower(device_type: str, index: int | None) -> str | None:
 
 @cache
 def _slower(index: int) -> str | None:
-    """One product of each kernel as layers call them, codes one to a byte and bfloat16 out; about 20 ms and 130 MiB, once per process."""
+    """Time one GEMM by each kernel, as layers call them: codes one per byte, bfloat16 output.
+
+    It takes about 20 ms and 130 MiB, once per process.
+    """
     device = torch.device("cuda", index)
     with _disable_current_modes():
         ours, theirs = (_milliseconds(multiply, device) for multiply in (run, cublas.run_int8))
@@ -110,7 +128,7 @@ def _slower(index: int) -> str | None:
 
 
 def _milliseconds(multiply: Callable[..., Tensor], device: torch.device) -> float:
-    """The median of some products of random codes."""
+    """Return the median duration of GEMMs of random codes."""
     cast, scale = Cast(format=INT4), torch.ones(1, 1, device=device)
     generator = torch.Generator(device).manual_seed(0)
     lhs, rhs = (

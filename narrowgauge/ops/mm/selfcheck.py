@@ -1,19 +1,24 @@
-"""What a GEMM must multiply rightly on a device before it may compute there (see `ops.selfcheck`): one small random product.
+"""Self-check of GEMM kernels (see `ops.selfcheck`): one small random GEMM.
 
-    136 x 272 by 264 x 272      no multiple of 16, 32 or 128 in any axis but K of 16; scales from tile to tile up to 2**12 apart
+    136 x 272 by 264 x 272      no axis is a multiple of 16, 32 or 128, except K of 16; the scales
+                                of tiles differ by up to 2**12
 
-and the same with a NaN in the left operand, and with a bias of the size of the result, rounded to bfloat16. The truth is computed on
-the CPU from the decoded operands in float64. The kernel passes if
+It runs without and with a NaN in the left operand, and with a bias of the magnitude of the result,
+rounded to bfloat16. The reference result is computed on the CPU, from the decoded operands in
+float64. The kernel passes if
 
-    |out - truth| <= allowed * (|x_lhs| @ |x_rhs|.T)   everywhere, and NaN spoils the rows and columns that it must, no others
+    |out - truth| <= allowed * (|x_lhs| @ |x_rhs|.T)   everywhere, and NaN appears exactly in the
+                                                       right rows and columns
 
-    allowed   of integers 2**-20: their sums are exact, and scaled in float32
-              of floats   2**-8 + 2**-13 * ceil(K / 32): one rounding to bfloat16 on the way out, and tensor cores that keep 13 bits
-                          behind the point when they add (Hopper with fast_accumulate; arXiv 2412.19437, 3.3.2), 32 products at a time
+    allowed   integers: 2**-20. Their sums are exact, and scaled in float32
+              floats:   2**-8 + 2**-13 * ceil(K / 32). The result is rounded once to bfloat16.
+                        Tensor cores keep 13 bits behind the point when they add 32 products at a
+                        time (Hopper with fast_accumulate; arXiv 2412.19437, 3.3.2)
 
-A kernel that reads its scales in another order, leaves a block out or repeats one is wrong by the size of the product itself, a
-hundred times more. Once per pair of casts: 5 to 11 ms of a processor (docs/gpu.md), five launches that are waited for. Compiling a Triton
-kernel, where there is one, comes on top; a call would need it anyway.
+A kernel with a wrong order of scales, or with a skipped or repeated block, has an error of the size
+of the result: a hundred times more. A check runs once per pair of casts and takes 5 to 11 ms of CPU
+time (docs/gpu.md) and five synchronized launches. Compiling a Triton kernel comes on top, but the
+first call would need it anyway.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ SPREAD = 6  # tiles of the operands differ by up to 2**(2 * SPREAD)
 
 
 def _kind(spec: MmSpec) -> tuple[Words | Cast, ...]:
-    """Both casts in words; as they are if words cannot name them."""
+    """Return both casts as tuples (`cast_words`), or unmodified if they cannot be encoded."""
     casts = [cast for cast in spec.casts if cast is not None]
     return tuple(as_words(cast) for cast in casts) if all(map(has_words, casts)) else tuple(casts)
 
@@ -59,14 +64,16 @@ def _compare(run: Run, kind: tuple[Words | Cast, ...], device: torch.device) -> 
         if not with_nan:
             bias = truth[0].to(torch.bfloat16)
             out = run(left.to(device), right.to(device), bias.to(device), torch.bfloat16, False)
-            rounding = 2.0**-5 * (
-                truth.abs() + bias.abs()
-            )  # eight times what two roundings cost; one that is left out is off by all of it
+            # Eight times the cost of two roundings; a missing bias has an error of its own size.
+            rounding = 2.0**-5 * (truth.abs() + bias.abs())
             yield Comparison("result with a bias", out, truth + bias.to(torch.float64), bound + rounding)
 
 
 def _operand(rows: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:
-    """Normal numbers, each 16 x 16 of them scaled by a power of two of their own, perhaps one NaN; and decoded, float32."""
+    """Return a quantized operand, and its decoded values in float32.
+
+    It has normal numbers with a random power of two per 16 x 16 block, and one NaN if requested.
+    """
     x = spread_normal(rows, CONTRACTED, SPREAD, torch.Generator().manual_seed(SEED + rows))
     if with_nan:
         x[rows // 2, CONTRACTED // 3] = float("nan")
@@ -75,8 +82,8 @@ def _operand(rows: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:
 
 
 def _examples() -> Iterator[MmSpec]:
-    """The products of all recipes."""
-    from narrowgauge import recipes  # who multiplies needs them not
+    """Yield the GEMMs of all recipes."""
+    from narrowgauge import recipes  # imported here because a GEMM does not need it
 
     gemms = {gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()}
     pairs = dict.fromkeys((plain(gemm.lhs), plain(gemm.rhs)) for gemm in gemms if gemm.lhs and gemm.rhs)

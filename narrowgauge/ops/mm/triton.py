@@ -1,9 +1,15 @@
-"""FP8 in tiles of any power of two where cuBLAS has no such GEMM: other sides than 128, Ada, Hopper before CUDA 12.9, Blackwell.
+"""FP8 GEMM with power-of-two tiles, where cuBLAS has none.
 
-Tiles of (a, b): a from 1 up, b along the contracted axis from 64 up, each operand its own. Shorter b (MX) are left to cuBLAS and to the
-emulation: sums would leave the tensor core after 32 products, and the additions in registers would take as long as a product in
-bfloat16. No filling up: the kernel (triton_blocks.py) masks what overruns. Compiled at the first call (seconds, kept by Triton in its own
-cache). While torch.compile traces it is one opaque operator, `narrowgauge::block_mm`, so no graph breaks.
+This covers tiles with sides other than 128, and tiles of 128 on Ada, on Hopper before CUDA 12.9,
+and on Blackwell.
+
+Tiles are (a, b): a from 1 up, b along the contracted axis from 64 up; each operand has its own.
+Shorter b (MX) is left to cuBLAS and to the emulation: sums would leave the tensor core after 32
+products, and the additions in registers would take as long as a bfloat16 GEMM.
+
+There is no padding: the kernel (triton_blocks.py) masks elements beyond the edges. It is compiled
+at the first call, which takes seconds; Triton caches the binary. torch.compile sees one opaque
+operator, `narrowgauge::block_mm`, so there is no graph break.
 """
 
 from __future__ import annotations
@@ -20,15 +26,19 @@ from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 
-LONGEST_STEP = 128  # what the tensor cores sum before a scale multiplies it
+LONGEST_STEP = 128  # products that the tensor cores sum before a scale multiplies the sum
 Bias = Tensor | None
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the kernel is compiled with. The sides of the tiles with one scale, powers of two; m, n: of a program, k: of its steps.
+    """Compile-time constants of the kernel.
 
-    They must leave no register spilled and fit into shared memory (tests/ops/test_mm_triton.py).
+    lhs_rows, lhs_columns  sides of a tile of lhs with one scale, powers of two; the same for rhs
+    m, n                   rows and columns of the result that a program computes
+    k                      step along the contracted axis
+
+    They must not spill registers, and must fit into shared memory (tests/ops/test_mm_triton.py).
     """
 
     lhs_rows: int
@@ -44,9 +54,11 @@ class Blocks:
 
 
 def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Blocks:
-    """9.x and 10.x multiply from shared memory, of which they have 227 KiB: 128 x 128 totals, a stage of both operands is 32 KiB.
+    """Return the constants for a compute capability.
 
-    Ada and Blackwell 12.x multiply from registers and have 99 KiB: 128 x 128 would spill there. Few rows get a lower tile.
+    9.x and 10.x multiply from shared memory (227 KiB): 128 x 128 results, and a stage of both
+    operands is 32 KiB. Ada and Blackwell 12.x multiply from registers and have 99 KiB: 128 x 128
+    would spill there. Few rows get a lower tile.
     """
     m, n, warps, stages = 128, 128, 8, 4
     if capability[0] not in (9, 10):
@@ -58,15 +70,17 @@ def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Bloc
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
-    """Triton has to be installed."""
-    missing = (
-        "" if dry_run_on() is not None else triton.unavailable()
-    )  # what that device's machine has is not known here
+    """Refuse if Triton is not installed."""
+    # In a dry run nothing is known about the software on the pretended device's machine.
+    missing = "" if dry_run_on() is not None else triton.unavailable()
     return Refusal("toolchain", missing) if missing else None
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """fast_accumulate has no effect: sums leave the tensor core after 128 products or less. One rounding, to out_dtype."""
+    """See `ops.mm`. The result is rounded once, to out_dtype.
+
+    fast_accumulate has no effect: sums leave the tensor core after at most 128 products.
+    """
     if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
         return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
     call = torch.ops.narrowgauge.block_mm if torch.compiler.is_compiling() else launch
@@ -79,7 +93,10 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
 def launch(
     lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, tiles: list[int], out_dtype: torch.dtype
 ) -> Tensor:
-    """lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N]. tiles: sides of those of lhs, then of rhs."""
+    """Launch the kernel: lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N].
+
+    tiles  sides of the tiles of lhs, then of rhs
+    """
     (m, k), n = lhs.shape, rhs.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     if dry_run_on() is not None:
@@ -91,8 +108,10 @@ def launch(
     capability = torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)
     blocks = blocks_for(tiles, capability, m)
     grid = (-(-m // blocks.m) * -(-n // blocks.n),)
-    # Contraction of products and sums is left on: total + part * scale is then rounded once, and costs nothing.
-    with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):  # Triton launches on the current device
+    # Triton launches on the current device.
+    with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):
+        # Contraction is on, unlike in the casts: total + part * scale is then rounded once, at no
+        # cost. Triton 3.9 warns unless the option is given, because its default changes in 3.10.
         block_mm[grid](
             lhs, rhs, lhs_scale, rhs_scale, None if bias is None else bias.contiguous(), out, m, n, k,
             B=blocks, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,

@@ -1,10 +1,13 @@
-"""The Triton kernel behind `triton.py`: an FP8 product with one scale per tile of each operand.
+"""Triton kernel of `triton.py`: an FP8 GEMM with one scale per tile of each operand.
 
-A program computes BLOCK_M x BLOCK_N of the result. It walks K in steps of BLOCK_K, the shorter tile, at most 128: the tensor cores sum
-one block of products from zero, the scales multiply that sum, and it is added to a float32 total in registers. So the tensor core's own
-accumulator (about 14 bits on Hopper) never holds more than 128 products: the promotion of DeepSeek-V3 (arXiv 2412.19437, 3.3.2).
+A program computes BLOCK_M x BLOCK_N of the result. It iterates over K in steps of BLOCK_K, the
+shorter tile, at most 128. In each step the tensor cores sum one block of products from zero. The
+scales multiply that sum, which is added to a float32 total in registers. The tensor core's own
+accumulator (about 14 bits on Hopper) therefore never holds more than 128 products: the promotion of
+DeepSeek-V3 (arXiv 2412.19437, 3.3.2).
 
-Programs are numbered so that `group_m` tiles of rows share the columns they read while those are in the L2 cache.
+`group_m` tiles of rows are numbered consecutively, so that they share the columns they read while
+those are in the L2 cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +19,10 @@ import triton.language as tl
 
 @triton.jit
 def _scales(scale, index, length, first, start, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the rows `index` [BLOCK], from `first` on, at column `start`: [BLOCK], or [1] where they lie within one row of tiles."""
+    """Load the scales of the rows `index` [BLOCK], which start at `first`, for the column `start`.
+
+    Returns [BLOCK], or [1] if the rows lie within one row of tiles.
+    """
     width, column = tl.cdiv(K, COLUMNS), start // COLUMNS
     if ROWS % BLOCK == 0:
         found = tl.load(scale + (first // ROWS).to(tl.int64) * width + column + tl.arange(0, 1))
@@ -48,7 +54,8 @@ def block_mm(
     tile_m = group * B.group_m + (program % (B.group_m * tiles_n)) % rows_in_group
     tile_n = (program % (B.group_m * tiles_n)) // rows_in_group
 
-    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # 2**31 elements are passed at 65536 x 32768
+    # int64: 65536 x 32768 elements are 2**31.
+    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     lhs_rows, rhs_rows = lhs + m[:, None] * K, rhs + n[:, None] * K
@@ -57,6 +64,7 @@ def block_mm(
         inside = start + k < K
         left = tl.load(lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0)
         right = tl.load(rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0)
+        # Starts from zero, without the total as accumulator, see the module.
         part = tl.dot(left, tl.trans(right))
         of_rows = _scales(lhs_scale, m, M, tile_m * BLOCK_M, start, K, B.lhs_rows, B.lhs_columns, BLOCK_M)
         of_columns = _scales(rhs_scale, n, N, tile_n * BLOCK_N, start, K, B.rhs_rows, B.rhs_columns, BLOCK_N)

@@ -1,43 +1,56 @@
-"""What a norm or an activation computes, with its cast in the same pass; and the gradients of both, an activation's with their casts.
+"""Norms and activations with a cast of their result in the same pass, and their gradients.
 
-    rms-norm     y = w n,           n = x r rounded to x's dtype,  r = (mean x^2 + eps)^-1/2     Llama's order
-                 n is not rounded, and y once, to x's dtype, where weights are float32 in a 16-bit model (`Kind.wide`)
-    gemma-norm   y = (1 + w) n,     n = x r                                                      Gemma's: rounded once
-    layer-norm   y = w n + b,       n = (x - mean x) r,            r = (mean (x - mean x)^2 + eps)^-1/2
+    rms-norm     y = w n,        n = x r rounded to x's dtype,  r = (mean x^2 + eps)^-1/2
+                 Llama's order. With float32 weights in a 16-bit model (`Kind.wide`) n is not
+                 rounded, and y is rounded to x's dtype
+    gemma-norm   y = (1 + w) n,  n = x r;  Gemma's order: rounded once
+    layer-norm   y = w n + b,    n = (x - mean x) r,            r = (mean (x - mean x)^2 + eps)^-1/2
     silu         y = x / (1 + e^-x)
     gelu         y = x P(x),        P the normal distribution
     gelu-tanh    y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
     relu, relu2  y = max(x, 0), and its square
-    swiglu, geglu, geglu-tanh, reglu     y = a u,  a = silu(g), gelu(g), gelu-tanh(g), relu(g), rounded to g's dtype
+    swiglu, geglu, geglu-tanh, reglu
+                 y = a u,  a = silu(g), gelu(g), gelu-tanh(g), relu(g), rounded to g's dtype
 
-Contract of FORWARD, (kind, tensors, request), and BACKWARD, (kind, tensors, statistics, gy, requests)
+Contract of FORWARD, (kind, tensors, request), and BACKWARD, (kind, tensors, statistics, gy,
+requests)
 
-    tensors     (x, w) · (x, w, b) · (g, u) · (x,); x, g, u [rows, columns], w, b [columns]; float32, bfloat16 or float16
-                kept in 8 bits (`Kept`): x, or g and u, as codes; in BACKWARD in the place of a norm's x the codes of y.T
-    statistics  (mean, r), [rows] float32, of layer-norm; (None, r) of other norms; (None, None) of activations
-    request     the cast that is wanted of y, or None; `requests` those of the gradients of x, or of g and u
+    tensors     (x, w), (x, w, b), (g, u) or (x,); x, g, u [rows, columns], w, b [columns]; float32,
+                bfloat16 or float16. Tensors saved in 8 bits are `Kept`: x, or g and u, as codes; in
+                BACKWARD of a norm, the codes of y.T in place of x
+    statistics  (mean, r), [rows] float32, of layer-norm; (None, r) of other norms; (None, None) of
+                activations
+    request     the cast of y to compute, or None
+    requests    the casts of the gradients of x, or of g and u
     ->          forward: y with its casts, and the statistics
-                backward: the gradients of x, or of g and u, with their casts; then those of w and b
+                backward: the gradients of x, or of g and u, with their casts; then the gradients of
+                w and b
 
-Casts are of y as it is rounded to its dtype, to the bit what `quantize` gives of it, so a layer that reads them computes what it
-would from y. Sums are float32; the kernels round once where the definition rounds between operations, but for n and s. The residual
-stream reads the gradient of a norm, so a kernel casts nothing of it.
+Casts are computed from y after rounding to its dtype, and are bit-identical to `quantize(y)`. A
+layer that reads them therefore computes the same result as from y. Sums are float32. The kernels
+round once where the definition rounds between operations, except for n and a. A kernel casts no
+gradient of a norm, because the residual stream reads it.
 
-Bytes per 16-bit element and read of x that a cast in the same pass saves: 2. y itself is written, since the residual stream, hooks and
-layers in 16 bits read it.
+A cast in the same pass saves one read of y, 2 bytes per 16-bit element. y itself is written,
+because the residual stream, hooks and 16-bit layers read it.
 
-On NVIDIA GPUs by Triton kernels (triton_launch.py):
+Triton kernels for NVIDIA GPUs (triton_launch.py):
 
-    tile            launches of forward                                   reads of x
-    tensor, delayed values and cast, settle                               1; a norm a second time, out of the cache
-    tensor          values and maximum, cast                              1, then y once, out of the cache where it fits
-    row             values and cast                                       1; a second time out of the cache, of a norm a third
-    blocks          values and cast                                       1; a norm a second time, out of the cache
+    tile             launches of forward        reads of x
+    tensor, delayed  values and cast, settle    1; norms a second time, from the cache
+    tensor           values and maximum, cast   1, then y once, from the cache if it fits
+    row              values and cast            1; a second time from the cache, norms a third
+    blocks           values and cast            1; norms a second time, from the cache
 
-A norm in this table is rms-norm; layer-norm reads x once more, for its mean.
+"Norms" in this table are rms-norms; layer-norm reads x once more, for its mean.
 
-Refused, with the reason: what torch.compile fuses itself, casts that round stochastically or that `quantize` has no kernel for, rows
-of both orientations, norms of rows that do not stay in registers in their backward pass, gradients cast by more than one scale.
+The kernels refuse, with a reason:
+
+    - calls under torch.compile, which fuses them itself
+    - stochastic rounding, and casts that `quantize` has no kernel for
+    - row scales in both orientations
+    - norms whose rows do not fit into registers in the backward pass
+    - gradients that are cast with more than one scale
 """
 
 from __future__ import annotations
@@ -58,11 +71,12 @@ from narrowgauge.scaling import WHOLE
 
 __all__ = ["BACKWARD", "FORWARD", "KINDS", "CastRequest", "CastResult", "Kind", "NormActSpec", "value"]
 
-LONGEST_ROW = 8192  # of a norm, whose backward pass keeps rows and the sums for the weight in registers
+# Longest row of a norm: its backward pass holds rows and the sums for the weight in registers.
+LONGEST_ROW = 8192
 
 
 def refuse(spec: NormActSpec) -> Refusal | None:
-    """Why the Triton kernels do not compute that, or None."""
+    """Return the reason why the Triton kernels do not compute this, or None."""
     if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
     if spec.kept is None and spec.kind.is_norm and spec.columns > LONGEST_ROW:
@@ -70,6 +84,7 @@ def refuse(spec: NormActSpec) -> Refusal | None:
     if spec.kept is not None and (refusal := _refuse_kept(spec, *spec.kept)) is not None:
         return refusal
     for cast, transposed in spec.casts:
+        # One row stands for all: no kernel refuses a cast because of the number of rows.
         plain = Spec(spec.device, spec.dtypes[0], (1, spec.columns), cast)
         refusal = _refuse_cast(cast, transposed) or quantizing.refuse(plain)
         if refusal is not None:
@@ -78,15 +93,17 @@ def refuse(spec: NormActSpec) -> Refusal | None:
 
 
 def refuse_backward(spec: NormActSpec) -> Refusal | None:
-    """As `refuse`, of gradients."""
+    """Return the reason for the backward pass, or None."""
     refusal = refuse(spec)
     if refusal is None and any(cast.tile != (WHOLE, WHOLE) for cast, _ in spec.casts):
+        # Gradients of gate and up in 1 x 128 both ways spilled 240 to 552 bytes in every form that
+        # was tried (docs/log.md).
         refusal = Refusal("tile", "casts gradients by one scale per tensor")
     return refusal
 
 
 def _refuse_kept(spec: NormActSpec, cast: Cast, turned: bool) -> Refusal | None:
-    """Why tensors that are there as codes are not read, or None."""
+    """Return the reason why inputs that are stored as codes are not supported, or None."""
     if turned != spec.kind.is_norm:
         return Refusal(
             "operands", f"reads the codes of y.T of norms, and those of x of activations, not of {spec.kind.name}"
@@ -102,7 +119,10 @@ def _refuse_kept(spec: NormActSpec, cast: Cast, turned: bool) -> Refusal | None:
 
 
 def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
-    """Why a cast that `quantize` has a kernel for is not made in the pass that computes, or None."""
+    """Return the reason why a cast needs a pass of its own, or None.
+
+    `quantize` has a kernel for the cast.
+    """
     if cast.rounding != "nearest":
         return Refusal("rounding", f"rounds to nearest, not {cast.rounding}")
     if cast.format.codes_per_byte > 1:
@@ -121,11 +141,11 @@ def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
 
 
 def _check_of(which: str) -> Callable[[], Any]:
-    """Loads how kernels are examined; its module is imported where a kernel is checked alone."""
+    """Return a function that loads a self-check, so that its module is imported only then."""
     return lambda: getattr(import_module("narrowgauge.ops.norm_act.selfcheck"), which)
 
 
-_LAUNCH = "narrowgauge.ops.norm_act.triton_launch"  # which imports Triton
+_LAUNCH = "narrowgauge.ops.norm_act.triton_launch"  # this module imports Triton
 FORWARD: Registry[NormActSpec] = Registry("norm_act")
 FORWARD.register(Kernel("triton", refuse, imported(_LAUNCH, "forward"), check=_check_of("FORWARD")))
 FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))

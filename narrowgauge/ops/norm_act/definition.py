@@ -1,9 +1,12 @@
-"""The definition in plain torch. All in float32 and rounded once, but for n of rms-norm and what torch's activations round.
+"""Definition of norms and activations in plain torch.
+
+Everything is float32 and rounded once, except for n of rms-norm and the results of torch's
+activations.
 
 With h the gradient of y:
 
-rms-norm     dx = r (w h - n mean(w h n)),                  dw = sum h n;   gemma-norm with 1 + w for w
-layer-norm   dx = r (w h - mean(w h) - n mean(w h n)),      dw = sum h n,   db = sum h
+rms-norm     dx = r (w h - n mean(w h n)),              dw = sum h n;   gemma-norm: 1 + w for w
+layer-norm   dx = r (w h - mean(w h) - n mean(w h n)),  dw = sum h n,   db = sum h
 a(g) u       dg = h u a'(g),  du = h a(g)
 a(x)         dx = h a'(x)
 
@@ -12,7 +15,8 @@ gelu         a' = P(x) + x e^(-x^2 / 2) / sqrt(2 pi)
 gelu-tanh    a' = p + x p (1 - p) t',  p = 1 / (1 + e^-t),  t = 2 sqrt(2 / pi) (x + 0.044715 x^3)
 relu, relu2  a' = 1 or 2 x where x > 0, else 0
 
-Of a norm whose codes of y are kept n = y / w, or (y - b) / w, and 0 where w is 0: such a weight gets no gradient.
+If a norm saves codes of y instead of x, n = y / w, or (y - b) / w, and 0 where w is 0: such a
+weight gets no gradient.
 """
 
 from __future__ import annotations
@@ -54,13 +58,18 @@ def backward(
         gradients = _norm_gradients(kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h)
     else:
         gradients = _activation_gradients(kind, wide, h)
+    # Gradients are rounded once, before the cast, so that casts see the values that PyTorch would
+    # store.
     rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
     count = len(requests)
     return [cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
 
 
 def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
-    """y [rows, columns] without a cast, in the dtype that torch's promotion gives it; layer-norm's and a wide norm's in that of x."""
+    """Return y [rows, columns] without a cast.
+
+    Its dtype is torch's promotion of the inputs; layer-norm and wide norms return x's dtype.
+    """
     x = tensors[0]
     if not kind.is_norm:
         y = ACTIVATIONS[kind.activation](x)
@@ -68,6 +77,7 @@ def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
     mean, rate = statistics(kind, tensors)
     assert rate is not None
     normal = _centered(x.to(torch.float32), mean) * rate[:, None]
+    # Llama rounds n to x's dtype before it multiplies by the weight.
     if kind.name == "rms-norm":
         return (tensors[1] * normal).to(x.dtype) if kind.wide else tensors[1] * normal.to(x.dtype)
     if kind.name == "gemma-norm":
@@ -89,7 +99,7 @@ def _centered(x: Tensor, mean: Tensor | None) -> Tensor:
 
 
 def opened(x: Given, dtype: torch.dtype | None = None) -> Tensor:
-    """Its numbers, [rows, columns], in its own type unless told otherwise."""
+    """Return the values [rows, columns], in the tensor's own dtype unless another is given."""
     if isinstance(x, Tensor):
         return x if dtype is None else x.to(dtype)
     values = dequantize(x.codes, dtype or x.dtype)
@@ -97,19 +107,20 @@ def opened(x: Given, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _normal(tensors: Sequence[Tensor], found: Statistics, is_of_y: bool) -> Tensor:
-    """n [rows, columns] of x or, where that is what is kept, of y; all float32."""
+    """Return n [rows, columns] float32, from x, or from y if codes of y were saved (is_of_y)."""
     (x, w, *bias), (mean, rate) = tensors, found
     assert rate is not None
     if not is_of_y:
         return _centered(x, mean) * rate[:, None]
     scaled = x - bias[0] if bias else x
+    # The quotient by zero in the other branch is harmless: there is no autograd here.
     return torch.where(w == 0, 0.0, scaled / w)
 
 
 def _norm_gradients(
     kind: Kind, tensors: Sequence[Tensor], normal: Tensor, found: Statistics, h: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of x and w, or of x, w and b; all float32."""
+    """Return the gradients of x and w, or of x, w and b, float32."""
     rate, wh = found[1], tensors[1] * h
     assert rate is not None
     inner = wh - normal * (wh * normal).mean(-1, keepdim=True)
@@ -119,7 +130,7 @@ def _norm_gradients(
 
 
 def _activation_gradients(kind: Kind, tensors: Sequence[Tensor], h: Tensor) -> tuple[Tensor, ...]:
-    """Of x, or of g and u; all float32."""
+    """Return the gradients of x, or of g and u, float32."""
     x = tensors[0]
     if kind.is_gated:
         return h * tensors[1] * _slope(kind.activation, x), h * ACTIVATIONS[kind.activation](x)
@@ -127,7 +138,7 @@ def _activation_gradients(kind: Kind, tensors: Sequence[Tensor], h: Tensor) -> t
 
 
 def _slope(activation: str, x: Tensor) -> Tensor:
-    """The derivative at x, float32."""
+    """Return the derivative at x, float32."""
     if activation == "silu":
         p = torch.sigmoid(x)
         return p * (1 + x * (1 - p))
@@ -141,7 +152,7 @@ def _slope(activation: str, x: Tensor) -> Tensor:
 
 
 def cast(y: Tensor, request: CastRequest | None) -> CastResult:
-    """y with what `quantize` gives of it."""
+    """Return y with the casts that `quantize_pair` computes."""
     if request is None:
         return CastResult(y)
     cols, live = request.transposed, request.live

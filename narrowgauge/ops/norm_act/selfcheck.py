@@ -1,8 +1,9 @@
-"""What a kernel of `ops.norm_act` must compute rightly on a device first (see `ops.selfcheck`): a small sample, 36 x 1072.
+"""Self-check of the kernels of `ops.norm_act` (see `ops.selfcheck`) on a 36 x 1072 sample.
 
-Values, statistics and gradients lie within two units of the widest rounding, and 72 of float32's of the largest in a row, since sums
-have another order. Casts have the bits that `quantize` gives of the values that the kernel wrote, and so have windows, with an amax of
-earlier steps and without one.
+Values, statistics and gradients may be off by two units of the coarsest dtype. Sums have another
+order, which may add 72 units of float32 relative to the largest element in a row. Casts must be
+bit-identical to `quantize` of the values that the kernel wrote. So must amax states, with an amax
+of earlier steps and without one.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ ROWS, COLUMNS, SEED = 36, 1072, 20261122
 
 
 def tensors_of(kind: Kind) -> int:
-    """How many tensors a function has."""
+    """Return the number of input tensors of a function."""
     return {"layer-norm": 3}.get(kind.name, 2 if kind.is_norm or kind.is_gated else 1)
 
 
 def _kind(spec: NormActSpec) -> tuple[Hashable, ...]:
-    """A spec that tells the type of x alone means it of all tensors."""
+    """Return the parts of a spec that numbers depend on.
+
+    A spec with only the dtype of x uses that dtype for all tensors.
+    """
     count = tensors_of(spec.kind)
     return spec.kind, (*spec.dtypes, *spec.dtypes[:1] * count)[:count], spec.casts, spec.kept
 
@@ -54,7 +58,7 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
         ]
 
     def computed(run: Callable[..., Any], device: str | torch.device, requests: list[Any]) -> Any:
-        """(values with their casts, the rest) of the op on the device."""
+        """Return (values with their casts, other results) of the operator on the device."""
         there = [each.to(device) for each in given]
         numbers = tuple(each if each is None else each.to(device) for each in statistics)
         if of_gradients:
@@ -70,6 +74,7 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
 
     truth, rest = computed(definition.backward if of_gradients else definition.forward, "cpu", [None] * count)
     wanted = [*(each.value for each in truth), *rest]
+    # With an amax of earlier steps, and in a first step.
     for in_use in (3.0, 0.0):
         there, here = requests(in_use, device), requests(in_use, "cpu")
         made, rest = computed(run, device, there)
@@ -81,6 +86,8 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
                 yield Comparison(f"result {place}", got, x, bound)
         for result, moved, request in zip(made, there, here, strict=True):
             if request is not None:
+                # The reference casts the kernel's own values: they differ from the definition's by
+                # the order of sums.
                 cast = definition.cast(result.value.to("cpu"), request)
                 window = None if request.live is None else (moved.live, request.live)
                 mine, theirs = ((x.plain, x.transposed, x.amax) for x in (result, cast))
@@ -88,7 +95,11 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
 
 
 def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
-    """Every function, its casts per tensor by a window and without one, and in the forward pass per row; norms with float32 weights."""
+    """Yield every function, with its casts.
+
+    Casts have one scale per tensor, with and without delayed scaling; in the forward pass also one
+    per row. Norms also have float32 weights.
+    """
     format = E5M2 if of_gradients else E4M3
     for name in KINDS:
         function = Kind(name, 1e-5)

@@ -1,4 +1,4 @@
-"""What the ops of `ops.norm_act` are asked for and what they give: a function, a cast that is wanted of it, both."""
+"""Functions, cast requests and results of `ops.norm_act`, and the spec that selects a kernel."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Norm = Literal["rms-norm", "gemma-norm", "layer-norm"]
 Activation = Literal["gelu", "gelu-tanh", "silu", "relu", "relu2"]
 Gated = Literal["swiglu", "geglu", "geglu-tanh", "reglu"]
 Name = Literal[Norm, Gated, Activation]
-GATED = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}  # the function of the gate
+# Activation of the gate.
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}
 KINDS: tuple[Name, ...] = get_args(Name)
 Statistics = tuple[Tensor | None, Tensor | None]
-# How inputs of activations are kept in 8 bits.
+# Casts by which the inputs of activations are saved for backward in 8 bits.
 NARROW = {"fp8": Cast(format=E4M3, tile=(1, 128), scale=POW2), "int8": Cast(format=INT8, tile=(1, 128), scale=POW2)}
 
 
@@ -30,8 +31,9 @@ NARROW = {"fp8": Cast(format=E4M3, tile=(1, 128), scale=POW2), "int8": Cast(form
 class Kind:
     """One of the functions of `ops.norm_act`.
 
-    eps   of the norms
-    wide  of a norm with float32 weights in a 16-bit model: y has the type of x, and is rounded once; n is not
+    eps   epsilon of the norms
+    wide  True for a norm with float32 weights in a 16-bit model: y has x's dtype and is rounded
+          once, n is not rounded
     """
 
     name: Name
@@ -48,16 +50,18 @@ class Kind:
 
     @property
     def activation(self) -> str:
-        """Of x, or of the gate."""
+        """Activation of x, or of the gate."""
         return GATED.get(self.name, self.name)
 
 
 @dataclass(frozen=True, eq=False)
 class CastRequest:
-    """A cast of what is computed, y [rows, columns].
+    """Request to cast the result y [rows, columns].
 
-    live        [3] of the window by which y is cast (see `amax_state`), noted there if it `records`; None: by y itself
-    transposed  whether y.T is wanted by the same cast as well
+    cast        the cast
+    live        [3] amax state under delayed scaling (see `amax_state`); None: current scaling
+    records     True updates the amax state
+    transposed  True also casts y.T
     """
 
     cast: Cast
@@ -68,7 +72,13 @@ class CastRequest:
 
 @dataclass(frozen=True, eq=False)
 class CastResult:
-    """y and its casts: of y, of y.T (codes in its own row-major order), and the amax [1, 1] that a window gave it."""
+    """y and its casts.
+
+    value       y
+    plain       cast of y
+    transposed  cast of y.T, in its own row-major order
+    amax        [1, 1] amax that set the scale under delayed scaling, else None
+    """
 
     value: Tensor
     plain: QTensor | None = None
@@ -81,7 +91,12 @@ Requests = Sequence[CastRequest | None]
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A tensor [rows, columns] of type `dtype` that is there as codes alone: of itself or, turned, of its transpose."""
+    """A tensor [rows, columns] that is stored only as codes.
+
+    codes   codes of the tensor, or of its transpose
+    dtype   dtype of the tensor
+    turned  True if `codes` has the transpose
+    """
 
     codes: QTensor
     dtype: torch.dtype
@@ -99,17 +114,19 @@ class Kept:
         return replace(self, codes=self.codes.to(torch.device(device)))
 
 
-Given = Tensor | Kept  # one of the tensors that a function has
+Given = Tensor | Kept  # an input of a function
 
 
 @dataclass(frozen=True)
 class NormActSpec:
-    """What a kernel is chosen by: everything but the numbers, and how many rows there are.
+    """Properties of a call that decide which kernel is chosen.
 
-    dtypes   of the tensors
-    columns  of y
-    casts    the casts that are wanted, with whether y.T is too
-    kept     (cast, turned) of the first tensor if it is there as codes alone; None: it is not
+    They exclude the values and the number of rows.
+
+    dtypes   dtypes of the tensors
+    columns  columns of y
+    casts    (cast, True if y.T is cast too) of each requested cast
+    kept     (cast, turned) if the first tensor is stored only as codes, else None
     """
 
     kind: Kind
@@ -122,7 +139,7 @@ class NormActSpec:
 
     @classmethod
     def of(cls, kind: Kind, tensors: Sequence[Given], requests: Requests) -> NormActSpec:
-        """tensors[0] [..., columns] in any number of axes."""
+        """Return the spec of a call. tensors[0] is [..., columns] with any number of axes."""
         casts = tuple((each.cast, each.transposed) for each in requests if each is not None)
         dtypes, first = tuple(each.dtype for each in tensors), tensors[0]
         kept = (first.codes.cast, first.turned) if isinstance(first, Kept) else None

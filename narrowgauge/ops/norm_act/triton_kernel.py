@@ -1,15 +1,18 @@
-"""Kernels of `ops.norm_act`. A program takes ROWS rows and COLUMNS columns at a time, a `Piece`.
+"""Kernels of `ops.norm_act`.
 
-forward         a norm, and an activation with a scale per row: a program takes ROWS whole rows, with a pass for the mean (layer-norm),
-                one for the mean square (norms), one for the maxima (a scale per row), and one for the values and their cast; the later
-                passes read out of the cache. Other activations: a program takes a run of pieces side by side
-act_backward    a program takes such a run; of swiglu two results come from one read of g, u and h, one after the other, so that few
-                numbers are in registers at a time
-norm_backward   rows in registers, sums for weight and bias over all rows that a program takes, which the caller adds up in a
-                fixed order: PARTS each
+A program processes ROWS rows and COLUMNS columns at a time, a `Piece`.
 
-A piece of a result is rounded, stored, and cast as H says, a `triton_launch.Casting`; the codes of y.T are transposed through shared
-memory. out: a `triton_launch.Result`.
+forward         norms, and activations with a scale per row: a program processes ROWS whole rows.
+                There is a pass for the mean (layer-norm), one for the mean square (norms), one for
+                the maxima (a scale per row), and one for the values and their cast; later passes
+                read from the cache. Other activations: a program processes a run of adjacent pieces
+act_backward    a program processes such a run. A gated activation computes two results from one
+                read of g, u and h, one after the other, so that few values are live at a time
+norm_backward   rows in registers, and partial sums for weight and bias over all rows of a program.
+                There are PARTS of each, and the caller adds them in a fixed order
+
+A piece of a result is rounded, stored, and cast as H says, a `triton_launch.Casting`; the codes of
+y.T are transposed through shared memory. out: a `triton_launch.Result`.
 """
 
 from typing import Any, NamedTuple
@@ -22,31 +25,41 @@ from narrowgauge.ops.quantize.triton_transpose import IN_USE, store_both
 from narrowgauge.ops.triton.elements import decode, magnitude_bits
 from narrowgauge.ops.triton.scales import scale_of
 
-LANE = tl.constexpr(8)  # elements of 16 bits that a thread loads at once
+LANE = tl.constexpr(8)  # 16-bit elements that a thread loads at once
 
 
 class Piece(NamedTuple):
-    """Where a program is in y [rows, columns]."""
+    """Position of a program's piece in y [rows, columns].
+
+    rows, columns  shape of y
+    down, across   number of the piece from the top and from the left
+    first          first column
+    place          int64 [ROWS, COLUMNS], offsets of the elements
+    row, column    int64 [ROWS], [COLUMNS]
+    inside         [COLUMNS], True for columns of y
+    mask           [ROWS, COLUMNS], True for elements of y
+    """
 
     rows: Any
     columns: Any
-    down: Any  # number of the piece from above
-    first: Any  # its first column
-    across: Any  # number of the piece from the left
-    place: Any  # int64 [ROWS, COLUMNS]
-    row: Any  # int64 [ROWS]
-    column: Any  # int64 [COLUMNS]
-    inside: Any  # [COLUMNS]
-    mask: Any  # [ROWS, COLUMNS]
+    down: Any
+    first: Any
+    across: Any
+    place: Any
+    row: Any
+    column: Any
+    inside: Any
+    mask: Any
 
 
 @triton.jit
 def _piece_at(rows, columns, down, first, H: tl.constexpr):
-    """The piece in line `down` whose first column is `first`."""
+    """Return the piece in line `down` whose first column is `first`."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
     row = down * ROWS + tl.arange(0, ROWS)
     column = first + tl.arange(0, COLUMNS).to(tl.int64)
+    # int64 by `row`: y may have more than 2**31 elements.
     place = row[:, None] * columns + column[None, :]
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
@@ -55,7 +68,7 @@ def _piece_at(rows, columns, down, first, H: tl.constexpr):
 
 @triton.jit
 def _run_of_program(columns, H: tl.constexpr):
-    """(number of the line int64, first column, the one behind the last) of the pieces that are this program's."""
+    """Return (line int64, first column, end column) of this program's pieces."""
     program = tl.program_id(0)
     if H.run == 0:
         down, first, beyond = program, 0, columns
@@ -69,13 +82,13 @@ def _run_of_program(columns, H: tl.constexpr):
 
 @triton.jit
 def _rounded(values, y, mask):
-    """As y keeps them, zero outside, in its type: 16 bits take half the registers until they are cast."""
+    """Round values to y's dtype, zero outside. 16 bits take half the registers."""
     return tl.where(mask, values, 0.0).to(y.dtype.element_ty)
 
 
 @triton.jit
 def _known_scale(out, H: tl.constexpr):
-    """[1, 1] of earlier steps; 1 where the scale is found later or not at all."""
+    """Return the scale [1, 1] of earlier steps, or 1 if the scale is found later or not at all."""
     C: tl.constexpr = H.C
     scale = tl.full((1, 1), 1.0, tl.float32)
     if H.scaling == "delayed":
@@ -85,7 +98,10 @@ def _known_scale(out, H: tl.constexpr):
 
 @triton.jit
 def _store_values(values, scale, out, at, H: tl.constexpr):
-    """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by those of its blocks."""
+    """Store the rounded values of piece `at`, and their codes.
+
+    scale  scale of the codes, unless blocks have their own
+    """
     C: tl.constexpr = H.C
     tl.store(out.y + at.place, values, mask=at.mask)
     if H.scaling == "delayed" or H.scaling == "row":
@@ -93,13 +109,14 @@ def _store_values(values, scale, out, at, H: tl.constexpr):
     if H.scaling == "block":
         BLOCK: tl.constexpr = H.block
         found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)
-        across = tl.cast(at.across, tl.int32)  # in 64 bits it takes registers, and pieces are few across
+        # 64 bits would take more registers, and there are few pieces across.
+        across = tl.cast(at.across, tl.int32)
         store_block(found, scales, out, at.down, across, at.rows, at.columns, C, 1, BLOCK)
 
 
 @triton.jit
 def _no_magnitudes(H: tl.constexpr):
-    """What `_larger` begins with."""
+    """Return the initial value for `_larger`."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
     return tl.zeros((ROWS, COLUMNS // LANE), tl.int32)
@@ -107,7 +124,10 @@ def _no_magnitudes(H: tl.constexpr):
 
 @triton.jit
 def _larger(greatest, values, H: tl.constexpr):
-    """The larger magnitudes of each LANE elements, which one thread holds, so that they take one register between pieces."""
+    """Update the largest magnitude of each LANE elements.
+
+    One thread holds these LANE elements, so the maximum takes one register between pieces.
+    """
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
     return tl.maximum(greatest, tl.max(tl.reshape(magnitude_bits(values), (ROWS, COLUMNS // LANE, LANE)), axis=2))
@@ -115,7 +135,7 @@ def _larger(greatest, values, H: tl.constexpr):
 
 @triton.jit
 def _store_maximum(greatest, out, H: tl.constexpr):
-    """The largest of greatest int32, which programs share places for."""
+    """Combine the largest magnitude with a slot in out.maxima that several programs share."""
     tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
 
 
@@ -126,19 +146,19 @@ def _sigmoid(x):
 
 @triton.jit
 def _normal(x):
-    """The normal distribution."""
+    """Return the normal distribution function."""
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def _tanh_gate(x):
-    """(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    """Return (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     return _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def _activation(x, FUNCTION: tl.constexpr):
-    """y float32 of x; of FUNCTION, a gated one, that of its gate."""
+    """Return y float32 of x. A gated FUNCTION returns the activation of its gate."""
     if FUNCTION == "silu" or FUNCTION == "swiglu":
         y = x * _sigmoid(x)
     elif FUNCTION == "gelu" or FUNCTION == "geglu":
@@ -146,6 +166,7 @@ def _activation(x, FUNCTION: tl.constexpr):
     elif FUNCTION == "gelu-tanh" or FUNCTION == "geglu-tanh":
         y = x * _tanh_gate(x)
     else:
+        # Not tl.maximum: NaN must pass.
         y = tl.where(x <= 0.0, 0.0, x)
         if FUNCTION == "relu2":
             y = y * y
@@ -154,8 +175,9 @@ def _activation(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _slope(x, FUNCTION: tl.constexpr):
-    """The derivative of `_activation` at x."""
+    """Return the derivative of `_activation` at x."""
     if FUNCTION == "silu" or FUNCTION == "swiglu":
+        # p (1 + x (1 - p)) as p + x p (1 - p), with one rounding for the last two operations.
         share = _sigmoid(x)
         slope = tl.fma(x * share, 1.0 - share, share)
     elif FUNCTION == "gelu" or FUNCTION == "geglu":
@@ -172,14 +194,17 @@ def _slope(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _input(x, scales, at, K: tl.constexpr):
-    """float32 [ROWS, COLUMNS] of the `Piece` at: numbers as they are or, with scales, codes by K.C, K.block columns to a scale."""
+    """Return the piece `at` of x, float32 [ROWS, COLUMNS].
+
+    scales  None: x holds numbers; else x holds codes by K.C, with a scale per K.block columns
+    """
     if scales is None:
         value = tl.load(x + at.place, mask=at.mask, other=0.0).to(tl.float32)
     else:
         C: tl.constexpr = K.C
         ROWS: tl.constexpr = at.mask.shape[0]
         COLUMNS: tl.constexpr = at.mask.shape[1]
-        BLOCK: tl.constexpr = min(K.block, COLUMNS)  # a narrow piece lies within one block
+        BLOCK: tl.constexpr = min(K.block, COLUMNS)  # a piece may be narrower than a block
         block = (at.first // K.block + tl.arange(0, COLUMNS // BLOCK)).to(tl.int64)
         blocks = tl.cdiv(at.columns, K.block)
         known = (at.row < at.rows)[:, None] & (block < blocks)[None, :]
@@ -190,7 +215,7 @@ def _input(x, scales, at, K: tl.constexpr):
 
 @triton.jit
 def _value(inputs, scales, mean, rate, at, FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr):
-    """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]."""
+    """Return the piece `at` of y, float32 [ROWS, COLUMNS]. mean, rate: [ROWS]."""
     x = _input(inputs[0], scales[0], at, K)
     if FUNCTION == "rms-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
@@ -215,7 +240,7 @@ def _value(inputs, scales, mean, rate, at, FUNCTION: tl.constexpr, GATED: tl.con
 
 @triton.jit
 def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
-    """The mean of each row of x, or of (x - center)^2, [ROWS]."""
+    """Return the mean of each row of x, or of (x - center)^2, [ROWS]."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -234,7 +259,7 @@ def _store_run(
     inputs, scales, mean, rate, out, rows, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """All pieces that are this program's, rounded, with their cast."""
+    """Compute, round, store and cast all pieces of this program."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
     C: tl.constexpr = H.C
@@ -266,9 +291,12 @@ def forward(
     inputs, scales, statistics, out, eps, rows, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """inputs: the tensors; scales: of each, None where it is no codes; K: a `triton_launch.Reading`.
+    """Entry point of the forward kernel.
 
-    Of norms, which have an eps, the statistics (mean or None, r), [rows] float32, are written.
+    inputs      the tensors
+    scales      scales of each tensor, None if it holds no codes
+    statistics  (mean or None, r), [rows] float32, written for norms, which have an eps
+    K           a `triton_launch.Reading`
     """
     ROWS: tl.constexpr = H.rows
     IS_NORM: tl.constexpr = statistics[1] is not None
@@ -280,6 +308,7 @@ def forward(
             mean = _row_mean(inputs[0], mean, rows, columns, H, False)
             tl.store(statistics[0] + row, mean, mask=row < rows)
         squares = _row_mean(inputs[0], mean, rows, columns, H, True)
+        # Correctly rounded root and division; the defaults are approximations.
         rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares + eps))
         tl.store(statistics[1] + row, rate, mask=row < rows)
     _store_run(inputs, scales, mean, rate, out, rows, columns, FUNCTION, GATED, K, H)
@@ -290,17 +319,24 @@ def act_backward(
     inputs, scales, gy, outputs, rows, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x -> outputs[0], cast as FIRST says; of a gated one, whose gate is x, that of u -> outputs[1], as SECOND says."""
+    """Entry point of an activation's backward kernel.
+
+    outputs[0] is the gradient of x, or of the gate, cast as FIRST says. A gated function writes the
+    gradient of u to outputs[1], cast as SECOND says.
+    """
     COLUMNS: tl.constexpr = FIRST.columns
     down, start, beyond = _run_of_program(columns, FIRST)
     scale, greatest = _known_scale(outputs[0], FIRST), _no_magnitudes(FIRST)
     if GATED:
         scale_of_up, greatest_of_up = _known_scale(outputs[1], SECOND), greatest
-    for first in range(start, beyond, COLUMNS):  # what is outside was loaded as zero, and so are its gradients
+    # Elements outside were loaded as zero, and so are their gradients.
+    for first in range(start, beyond, COLUMNS):
         at = _piece_at(rows, columns, down, first, FIRST)
         x = _input(inputs[0], scales[0], at, K)
         h = tl.load(gy + at.place, mask=at.mask, other=0.0).to(tl.float32)
         if GATED:
+            # The gradient of u comes first: u is loaded only after it is stored, which keeps fewer
+            # values in registers.
             values = (h * _activation(x, FUNCTION)).to(outputs[1].y.dtype.element_ty)
             if outputs[1].maxima is not None:
                 greatest_of_up = _larger(greatest_of_up, values, SECOND)
@@ -320,9 +356,16 @@ def act_backward(
 def norm_backward(
     inputs, statistics, h, dx, sums, rows, columns, PLUS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """x, h, dx [rows, columns]; sums (for w, for b or None) [PARTS, columns] float32; WIDTH: a power of two of at least `columns`.
+    """Entry point of a norm's backward kernel.
 
-    dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r;  without a mean that is 0. PLUS: what is added to the weight
+        dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r
+
+    The term in brackets and the mean exist only for layer-norm.
+
+    x, h, dx  [rows, columns]
+    sums      (for w, for b or None) [PARTS, columns] float32
+    PLUS      number that is added to the weight
+    WIDTH     a power of two >= columns
     """
     x, weight = inputs[0], inputs[1]
     means, rates = statistics
@@ -346,6 +389,8 @@ def norm_backward(
             of_bias += gradient
             result -= tl.sum(inner, axis=0) / columns
         tl.store(dx + line, (result * rate).to(dx.dtype.element_ty), mask=inside)
+    # Partial sums are stored, not added by atomics, whose order would change the bits from run to
+    # run.
     tl.store(sums[0] + part * columns + column, of_weight, mask=inside)
     if means is not None:
         tl.store(sums[1] + part * columns + column, of_bias, mask=inside)

@@ -1,13 +1,19 @@
-"""Launches of the kernels that compute norms and activations with their casts. The contract: `ops.norm_act`; the tensors are checked.
+"""Launch the kernels of norms and activations with their casts.
 
-Sizes of the pieces, none of them measured yet on a GPU; chosen so that three programs of 8 warps fit into the registers of a
-multiprocessor of 9.0 (docs/gpu.md has the counts), a piece of gradients 8 elements per thread:
+`ops.norm_act` has the contract and checks the tensors.
 
-    with y.T    32 x 64: runs of y.T are 32 bytes, one sector, those of y.T's codes too; four pieces side by side to a program of an
-                activation, so that scales, maxima and addresses are found once for them; a norm's rows stay in the second-level cache
-    else        4 x 1024, of two gradients twice 4 x 512; an activation without a scale per row one run of 1024 per program
-    gradients of norms, from y.T  32 x 64 in 4 warps: runs of 32 bytes; as many programs as that makes
-    gradients of norms            a row in registers: 4 warps, 8 above 1,024, 16 above 2,048 columns; 4 programs per multiprocessor
+Sizes of the pieces, none measured on a GPU. Three programs of 8 warps fit into the registers of a
+multiprocessor of 9.0; docs/gpu.md has the counts. A piece of gradients has 8 elements per thread.
+
+    with y.T    32 x 64: runs of y.T and of its codes are 32 bytes, one sector. A program of an
+                activation processes four adjacent pieces, so that scales, maxima and addresses are
+                computed once for them; a norm's rows stay in the L2 cache
+    otherwise   4 x 1024, for two gradients twice 4 x 512; an activation without a scale per row:
+                one run of 1024 per program
+    gradients of norms, from y.T  32 x 64 in 4 warps: runs of 32 bytes; one program per piece of
+                                  rows
+    gradients of norms            a row in registers: 4 warps, 8 above 1,024, 16 above 2,048
+                                  columns; 4 programs per multiprocessor
 """
 
 from __future__ import annotations
@@ -32,23 +38,32 @@ from narrowgauge.scaling import WHOLE
 triton_kernel = Kernels("narrowgauge.ops.norm_act.triton_kernel")
 triton_turned = Kernels("narrowgauge.ops.norm_act.triton_turned")
 
-PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
+PARTS = 512  # slots for maxima that programs share, and programs that may cast a second time
 NORM_PARTS = 528
-TALL, WIDE = (32, 64), (4, 1024)  # a piece, with y.T and without
-HALF = 4, 512  # where two gradients are computed
-RUN = {TALL: 256, WIDE: 1024, HALF: 1024}  # columns that a program of an activation takes
-SETTLED = 32, 128  # a piece of a tensor that is cast once more, see `settle_both`
-TURNED = 32, 64  # a piece of a norm whose codes of y.T are read: 32 of them side by side
+TALL, WIDE = (32, 64), (4, 1024)  # a piece with y.T, and without
+HALF = 4, 512  # a piece for two gradients
+RUN = {TALL: 256, WIDE: 1024, HALF: 1024}  # columns that a program of an activation processes
+SETTLED = 32, 128  # a piece of a tensor that is cast again, see `settle_both`
+TURNED = 32, 64  # a piece of a norm whose codes of y.T are read: 32 adjacent codes
 WARPS = 8
-REGISTERS = 80  # of a thread at most, on 9.x: three programs of WARPS share the 65,536 of a multiprocessor; on 8.9 it would spill
+# Largest number per thread on 9.x: three programs of WARPS share the 65,536 of a multiprocessor;
+# 8.9 spills at this limit.
+REGISTERS = 80
 
 
 @dataclass(frozen=True)
 class Casting:
-    """One constant of a kernel: how a result is cast, and in pieces of what size.
+    """Compile-time constant of a kernel: the cast of a result, and the size of the pieces.
 
-    Its scale is "delayed", one of earlier steps, and `settle_both` follows; of each "row", by a pass over it ahead of the one that casts;
-    or of each "block" of y alone, since blocks of y.T too were tried and spilled. "": only its largest magnitude is found, if that.
+    C        constants of the cast
+    scaling  "delayed": the scale of earlier steps, followed by `settle_both`; "row": a pass over
+             each row precedes the cast; "block": scales of blocks of y only (blocks of y.T
+             spilled); "": the kernel computes at most the largest magnitude
+    block    columns of a block
+    rows     rows of a piece
+    columns  columns of a piece
+    parts    slots for maxima
+    run      columns that a program processes, piece by piece; 0: its whole rows
     """
 
     C: CastConstants | None
@@ -61,7 +76,15 @@ class Casting:
 
 
 class Result(NamedTuple):
-    """What is written: y [rows, columns], codes of y and of y.T, scales, maxima [parts] int32, zero before; and a window's live [3]."""
+    """Outputs of a kernel.
+
+    y           [rows, columns]
+    codes       codes of y
+    transposed  codes of y.T
+    scales      scales of y
+    maxima      int32 [parts], zero on entry
+    live        [3] amax state of delayed scaling
+    """
 
     y: Any
     codes: Any
@@ -72,9 +95,9 @@ class Result(NamedTuple):
 
 
 class _Target:
-    """One result: y, the cast that is wanted of it, and what a kernel writes.
+    """One result: y, its requested cast, and the buffers that a kernel writes.
 
-    scaling  as in `Casting`; "" with a request: by the largest magnitude of y, in a second launch
+    scaling  as in `Casting`; "" with a request: a second launch casts by the largest magnitude of y
     """
 
     def __init__(self, y: Tensor, request: CastRequest | None) -> None:
@@ -97,7 +120,7 @@ class _Target:
 
     @property
     def result(self) -> Result:
-        """As the kernels take it."""
+        """The buffers as the kernels take them."""
         live = None if self.request is None else self.request.live
         codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
         return Result(self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live)
@@ -107,7 +130,11 @@ class _Target:
         return Casting(self.C, self.scaling, block, *piece, PARTS, run)
 
     def finished(self) -> CastResult:
-        """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""
+        """Return the result after the launches that follow the kernel.
+
+        They update the amax state under delayed scaling, or cast by the maximum that the kernel
+        found.
+        """
         y, request, C, plain, transposed, amax = self.y, self.request, self.C, self.plain, self.transposed, None
         if request is None or C is None:
             return CastResult(y)
@@ -129,10 +156,12 @@ class _Target:
 
 @dataclass(frozen=True)
 class Reading:
-    """One constant of a kernel: how its inputs are read.
+    """Compile-time constant of a kernel: the form of its inputs.
 
-    dtype, wide   of the inputs; whether n of rms-norm is not rounded to it
-    C, block      where they are codes: how they are cast, in blocks of how many columns
+    dtype  dtype of the inputs
+    wide   True if n of rms-norm is not rounded to dtype
+    C      constants of the cast, if the inputs are codes
+    block  columns of a block, if the inputs are codes
     """
 
     dtype: Any
@@ -143,7 +172,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Turned:
-    """One constant of the kernel that reads codes of y.T: how they are cast, what is added to w, whether there is a mean, its piece."""
+    """Compile-time constant of the kernel that reads codes of y.T.
+
+    C              constants of the cast
+    plus           number that is added to w
+    centered       True for layer-norm, which subtracts the mean
+    rows, columns  size of a piece
+    """
 
     C: CastConstants | None
     plus: float
@@ -153,7 +188,7 @@ class Turned:
 
 
 def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
-    """(numbers or codes, scales, how they are read) of the inputs."""
+    """Return (numbers or codes, scales, `Reading`) of the inputs."""
     first = tensors[0]
     parts = [(each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each, None) for each in tensors]
     inputs = tuple(data.contiguous() if scale is None else data.contiguous().view(torch.uint8) for data, scale in parts)
@@ -165,7 +200,7 @@ def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tup
 
 
 def _triton_type(dtype: torch.dtype) -> Any:
-    """tl.float32 of torch.float32; in a dry run, which compiles nothing, dtype itself."""
+    """Return Triton's type for a dtype; in a dry run, which compiles nothing, dtype itself."""
     if dry_run_on() is not None:
         return dtype
     import triton.language as tl
@@ -225,7 +260,7 @@ def backward(
 
 
 def _plus(kind: Kind) -> float:
-    """What is added to a norm's weight."""
+    """Return the number that is added to a norm's weight."""
     return 1.0 if kind.name == "gemma-norm" else 0.0
 
 

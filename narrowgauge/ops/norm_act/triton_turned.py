@@ -1,9 +1,13 @@
-"""The gradient of a norm from the codes of y.T, which the Linears that read y keep: x is not there, and n = (y - b) / w.
+"""Gradient of a norm from saved codes of y.T, without x: n = (y - b) / w.
 
-    dx = r (w h - n mean(w h n) [- mean(w h)]);  sums over rows of h n and of h, for w and b.  n is 0 where w is
+    dx = r (w h - n mean(w h n) [- mean(w h)]);  n = 0 where w = 0
+    dw = sum h n,  db = sum h
 
-A program takes ROWS rows, whose codes lie side by side in y.T, and passes twice over pieces of COLUMNS columns: for the means of its
-rows, then for dx and its share of the sums. The second pass reads out of the cache.
+The Linears that read y save these codes anyway.
+
+A program processes ROWS rows, whose codes are adjacent in y.T, in two passes over pieces of COLUMNS
+columns. The first pass computes the means of its rows, the second one dx and its share of the sums,
+reading from the cache.
 """
 
 import triton
@@ -14,9 +18,10 @@ from narrowgauge.ops.triton.elements import decode
 
 @triton.jit
 def _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.constexpr, C: tl.constexpr):
-    """(n, w h, h) float32 [ROWS, COLUMNS], zero outside."""
+    """Return (n, w h, h) float32 [ROWS, COLUMNS], zero outside of the matrix."""
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
+    # Loaded in the order of y.T, where a column's rows are adjacent, and transposed in registers.
     turned = tl.load(
         codes + column[:, None] * rows + row[None, :], mask=inside[:, None] & (row < rows)[None, :], other=0
     )
@@ -32,10 +37,15 @@ def _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.con
 
 @triton.jit
 def norm_backward_turned(codes, scales, parameters, rates, h, dx, sums, rows, columns, T: tl.constexpr):
-    """codes [columns, rows] with one scale; h, dx [rows, columns]; sums (for w, for b) [programs, columns] float32.
+    """Entry point of the kernel.
 
-    T: a `triton_launch.Turned`.
+    codes  [columns, rows] with one scale
+    h, dx  [rows, columns]
+    sums   (for w, for b) [programs, columns] float32
+    T      a `triton_launch.Turned`
     """
+    # Triton 3.6 rejects fields of a constant dataclass as arguments and shapes, so they are bound
+    # to constants first.
     PLUS: tl.constexpr = T.plus
     CENTERED: tl.constexpr = T.centered
     C: tl.constexpr = T.C

@@ -1,13 +1,14 @@
-"""Delayed scaling within a step: what one tensor's window knows of it.
+"""Delayed scaling within a step: the amax state of one tensor.
 
 An amax state [3] float32 holds
 
-    in_use     the amax that this step's scale is made from, 0 before the first step
+    in_use     the amax that sets this step's scale, 0 before the first step
     seen       the largest amax of this step so far
     nonfinite  1 if an amax of this step was not finite
 
-`update_amax` only ever takes a maximum, so micro-batches add up and recomputation changes nothing. A non-finite amax is returned as
-it is: the scale becomes NaN, which poisons the tile and so shows itself. What happens between steps: `nn.amax_history`.
+`update_amax` only takes maxima, so micro-batches accumulate and recomputation changes nothing. A
+non-finite amax is returned unchanged: the scale becomes NaN, which makes the tile NaN and thereby
+visible. `nn.amax_history` updates the state between steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ IN_USE, SEEN, NONFINITE = 0, 1, 2
 
 
 class AmaxBuffers(Protocol):
-    """The state of one tensor from step to step: an `nn.amax_history.AmaxHistory`, or what has the same tensors."""
+    """Amax buffers of one tensor, as in `nn.amax_history.AmaxHistory`.
+
+    history  amax of earlier steps
+    live     [3] amax state of this step
+    window   settings of delayed scaling
+    """
 
     history: Tensor
     live: Tensor
@@ -31,16 +37,21 @@ class AmaxBuffers(Protocol):
 
 
 def update_amax(amax_state: Tensor, amax: Tensor, *, records: bool = True) -> Tensor:
-    """Notes this tensor's amax [1, 1] in the state (if it records) and returns the amax [1, 1] to scale by.
+    """Record this tensor's amax [1, 1] in the state; return the amax [1, 1] that sets the scale.
 
-    That is the window's, or the tensor's own before the first step and when it is not finite. amax has no element if the tensor has
-    none, and counts as 0.
+    The result is the amax in use. Before the first step, and if the tensor's amax is not finite, it
+    is the tensor's own. amax has no element if the tensor is empty, and counts as 0.
+
+    records  False leaves the state unchanged
     """
     amax = amax.reshape(1) if amax.numel() else amax.new_zeros(1)
     finite = amax.isfinite()
     in_use, seen, nonfinite = amax_state.unbind()
+    # Tensor operations only: a branch on the values would synchronize with the GPU.
     if records:
         now = torch.where(finite, torch.maximum(seen, amax), seen)
         bad = torch.maximum(nonfinite, (~finite).to(nonfinite.dtype))
+        # One copy of all three, in place: the buffer keeps its address, which CUDA graphs and
+        # kernels hold.
         amax_state.copy_(torch.cat((in_use.reshape(1), now, bad)))
     return torch.where(finite & (in_use > 0), in_use, amax).reshape(1, 1)

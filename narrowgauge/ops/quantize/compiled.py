@@ -1,18 +1,17 @@
-"""Casts while torch.compile traces: operators that the compiler keeps whole, each a call of the kernels that eager mode takes.
+"""Casts under torch.compile: opaque operators that call the kernels of eager mode.
 
-    narrowgauge::cast           x, and x.T if it is wanted too, from one read
-    narrowgauge::cast_delayed   the same by the scale of earlier steps, and the window's state, from one read
+    narrowgauge::cast           x, and x.T if requested, from one read
+    narrowgauge::cast_delayed   the same by the scale of earlier steps, and the amax state, from one
+                                read
 
-Inductor would read x twice for both orientations, write codes of x.T in short runs, and round quotients as its own options say. What it
-does better is left to it: the largest magnitude of a tensor with one scale (current scaling) is taken in plain torch, in the loops that
-compute the tensor, so that the cast is its only read. Casts of one tensor by several layers are one call, which torch sees by itself.
+Inductor would read x twice for both orientations, write codes of x.T in short runs, and round
+quotients as its own options say. Under current scaling with one scale per tensor, the largest
+magnitude stays in plain torch: Inductor fuses it into the loops that compute the tensor, so the
+cast is its only extra read. If several layers cast one tensor, torch's CSE merges the calls.
 
-Why operators without a look inside, and not torch.library.triton_op: that one is taken apart before torch looks for equal
-computations, and q, k and v cast their input three times (torch 2.11 and 2.13). The price: an operator allocates what it returns, and
-the host calls it as in eager mode.
-
-An operator is handed no objects but words for them (`ops.cast_words`). Left to the definition, which Inductor fuses: devices
-without these kernels, random rounding, values that are kept decoded, formats that have no words.
+An operator takes a cast as strings and numbers (`ops.cast_words`). Inductor fuses the definition
+instead for devices without these kernels, stochastic rounding, decoded values, and formats that
+cannot be encoded.
 """
 
 from __future__ import annotations
@@ -32,19 +31,22 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE
 
-Four = tuple[Tensor, Tensor, Tensor, Tensor]  # the amax in use, codes of x, the scale, codes of x.T
-Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax of a window
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # amax in use, codes of x, scale, codes of x.T
+Both = tuple[QTensor, QTensor | None, Tensor | None]  # x, x.T, amax of delayed scaling
 
 
 def fits(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:
-    """Whether the operators cast such a tensor where there are kernels for it."""
+    """Return True if the operators can cast such a tensor on a device with kernels for it."""
     if noise is not None or expand is not None or cast.rounding != "nearest" or not has_words(cast):
         return False
     return isinstance(cast.calibrate, Current | Window) and x.numel() > 0
 
 
 def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:
-    """Whether eager mode casts such a tensor by a Triton kernel, and so `quantize` by an operator."""
+    """Return True if `quantize` casts such a tensor by an operator.
+
+    It does if eager mode casts it by a Triton kernel.
+    """
     if not fits(x, cast, noise, expand):
         return False
     return _is_by_triton(x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *as_words(cast))
@@ -52,16 +54,21 @@ def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None =
 
 @constant_while_compiling
 def _is_by_triton(device: str, index: int | None, dtype: torch.dtype, is_odd: bool, *words: Any) -> bool:
-    """Asks the registry, outside of what is traced: there the kernel is examined on the device."""
+    """Choose the kernel outside of the trace, which may run its self-check on the device."""
     from narrowgauge.ops.quantize import KERNELS
 
     cast = of_words(*words)
+    # The choice depends on the parity of the columns only, so a constant shape avoids
+    # recompilation.
     spec = Spec(device_facts(device, index), dtype, (2, 4 - is_odd), cast, amax=cast.is_per_tensor, in_operator=True)
     return KERNELS.choose(spec).kernel.name == "triton"
 
 
 def quantize(x: Tensor, cast: Cast, amax: Tensor | None, cols: bool = False) -> tuple[QTensor, QTensor | None]:
-    """x [outer, inner], and with cols x.T, of which `takes` is true. amax: [1, 1], of tensors with one scale."""
+    """Cast x [outer, inner], and x.T if `cols`, by the operator; `takes` must be True.
+
+    amax  [1, 1] for tensors with one scale, or None
+    """
     if amax is None and cast.is_per_tensor:
         amax = definition.tile_amax(x, (WHOLE, WHOLE))
     parts = torch.ops.narrowgauge.cast(x, amax, *_given(cast), cols)
@@ -69,7 +76,11 @@ def quantize(x: Tensor, cast: Cast, amax: Tensor | None, cols: bool = False) -> 
 
 
 def delayed(x: Tensor, cast: Cast, state: Tensor, records: bool, cols: bool) -> Both:
-    """The same by a window, whose state [3] it notes x in if it records; and the amax in use, [1, 1]."""
+    """Cast by delayed scaling. Returns the casts and the amax in use [1, 1].
+
+    state    [3] amax state
+    records  False leaves the state unchanged
+    """
     amax, data, scale, turned = torch.ops.narrowgauge.cast_delayed(x, state, *_given(cast), records, cols)
     return (*_taken_apart(x, cast, [data, scale, turned], cols), amax)
 
@@ -80,7 +91,11 @@ def _given(cast: Cast) -> tuple[str, list[int], str, float]:
 
 
 def _parts(rows: QTensor, cols: QTensor | None) -> list[Tensor]:
-    """Tensors that share no memory: codes, scales and the factor of all; of x.T those that are not those of x."""
+    """Return the tensors of both casts: codes, scales and the shared factor.
+
+    The outputs of an operator must not share memory, so tensors that x.T has in common with x
+    appear once.
+    """
     parts = [rows.data, rows.scale]
     if rows.global_scale is not None:
         parts.append(rows.global_scale)
@@ -92,7 +107,7 @@ def _parts(rows: QTensor, cols: QTensor | None) -> list[Tensor]:
 
 
 def _taken_apart(x: Tensor, cast: Cast, parts: list[Tensor], cols: bool) -> tuple[QTensor, QTensor | None]:
-    """What `_parts` put together."""
+    """Invert `_parts`."""
     left = list(parts)
     data, scale = left.pop(0), left.pop(0)
     shared = left.pop(0) if cast.has_global_scale else None
@@ -104,9 +119,12 @@ def _taken_apart(x: Tensor, cast: Cast, parts: list[Tensor], cols: bool) -> tupl
     return rows, QTensor(data=data, scale=scale, cast=cast, inner=x.shape[0], global_scale=shared, checked=True)
 
 
-# --- the operators: by kernels on CUDA, by the definition elsewhere
+# --- the operators: kernels on CUDA, the definition elsewhere
 
 
+# torch.library.triton_op was not taken: AOTAutograd decomposes it before CSE, so q, k and v would
+# cast their input three times (torch 2.11 and 2.13). The price of an opaque operator: it allocates
+# its outputs, and the host calls Triton's launcher.
 def _by_kernels(
     x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
 ) -> list[Tensor]:
@@ -142,13 +160,20 @@ def _delayed_by_definition(
 
 
 def _four(amax: Tensor, parts: list[Tensor]) -> Four:
-    """An operator that writes to an argument may return no list; codes of x.T that are not wanted are an empty tensor."""
+    """Return the outputs of `cast_delayed`; an empty tensor stands for missing codes of x.T.
+
+    An operator that writes to an argument may not return a list: functionalization takes the list
+    for an alias.
+    """
     data, scale, *turned = parts
     return amax, data, scale, turned[0] if turned else data.new_empty(0)
 
 
 def _dense(parts: list[Tensor]) -> list[Tensor]:
-    """Each in memory of its own, codes row by row, as kernels write them; the order of scales stays."""
+    """Copy each tensor into its own memory.
+
+    Codes are row-major, as kernels write them; scales keep their layout.
+    """
     orders = [torch.preserve_format if part.dtype == torch.float32 else torch.contiguous_format for part in parts]
     return [part.clone(memory_format=order) for part, order in zip(parts, orders, strict=True)]
 
@@ -157,7 +182,7 @@ def _fake(
     x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
 ) -> list[Tensor]:
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
-    if x.device.type == "cuda":  # who launches the kernels says how what they write lies in memory
+    if x.device.type == "cuda":  # the launcher decides the memory layout of the outputs
         return _parts(triton.empty(x, cast), triton.empty(x.T, cast) if cols else None)
 
     def made(x: Tensor) -> QTensor:

@@ -1,7 +1,9 @@
-"""Casts in one pass of C++, the reference's bits. Two kinds:
+"""Casts in one pass of C++, bit-identical to the reference.
 
-stochastically   integers with one scale per tensor or row; the pass makes its noise itself (ops/cpp/int4.cpp)
-to nearest       integers, and floats to decoded values for products that are computed in float; tiles of any size (ops/cpp/cast.cpp)
+stochastic rounding  integers with one scale per tensor or row; the pass generates its noise
+                     (ops/cpp/int4.cpp)
+rounding to nearest  integers, and floats to decoded values for GEMMs in a float dtype; tiles of any
+                     size (ops/cpp/cast.cpp)
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2, WHOLE, scale_
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of x
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of x
 _KINDS = {**DTYPES, torch.int8: 2}
-_RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3}  # as `Rule` in cast.cpp; 0: the scales are given
+# Must match `Rule` in cast.cpp; 0: the scales are passed in.
+_RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3}
 _P, _L, _I, _F = c_void_p, c_int64, c_int32, c_float
 LIBRARY = Library(("cast.cpp",), "the kernel that casts", {"cast": (_P, _P, _P, _P, _L, _L, _L, _L, _L)})
 
 
 class Constants(Structure):
-    """`Format` in cast.cpp."""
+    """Must match `Format` in cast.cpp."""
 
     _fields_ = (
         *((name, _I) for name in ("x_narrow", "out_kind", "whole", "has_nan")),
@@ -44,7 +47,7 @@ class Constants(Structure):
 
 
 def refuse(spec: Spec) -> Refusal | None:
-    """Why this kernel does not quantize such a tensor, or None."""
+    """Return the reason why this kernel does not quantize such a tensor, or None."""
     cast, integers = spec.cast, isinstance(spec.cast.format, IntFormat)
     if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
@@ -66,7 +69,7 @@ def refuse(spec: Spec) -> Refusal | None:
 
 
 def rounds(format: Format) -> bool:
-    """Whether cast.cpp knows the format: whole numbers, and floats with a mantissa."""
+    """Return True if cast.cpp supports the format: integers, and floats with a mantissa."""
     return isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.mantissa > 0)
 
 
@@ -77,13 +80,16 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
         data, scale = _cast_nearest(x, cast, dtype)
     else:
         if amax is None:
-            # The reference sums squares and magnitudes in float32; of the largest magnitude the type does not matter.
+            # The reference sums squares and magnitudes in float32. For the largest magnitude the
+            # dtype does not matter.
             sums = noise is None and isinstance(cast.calibrate, ClippedRms | LearnedStep)
             amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
         else:
             amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
         scale, shared = definition.scales(amax, cast)
         if noise is None:
+            # With headroom the definition multiplies by 1 / (scale * shared), so both factors are
+            # combined first.
             data, _ = _cast_nearest(x, cast, dtype, scale if shared is None else scale * shared)
         else:
             from narrowgauge.ops.cpp import int4
@@ -96,23 +102,31 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
 
 
 def makes_scales(x: Tensor, cast: Cast) -> bool:
-    """Whether the pass to nearest makes the scales as well: from largest magnitudes, and where each thread has whole tiles to itself."""
+    """Return True if the pass also computes the scales.
+
+    It must scale by the largest magnitude, and each thread must have whole tiles.
+    """
     if cast.scale not in _RULES or cast.headroom != 1 or isinstance(cast.calibrate, ClippedRms | LearnedStep):
         return False
     from narrowgauge.ops.cpp import build
 
-    if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # one thread
+    if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # a single thread
         return True
     return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= build.parts(x.numel())
 
 
 def _cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(the values of x / scale in `dtype`, in x's order in memory; the scales): the plain torch of `formats` and `scaling`, to the bit.
+    """Return (values of x / scale in `dtype`, scales), bit-identical to the definition.
 
-    dtype  float32, bfloat16, or int8 for whole numbers
-    scale  float32, in the shape of the scales of `cast.tile`; None: made here, see `makes_scales`
+    The values have x's memory order.
+
+    dtype  float32, bfloat16, or int8 for integers
+    scale  float32, in the shape of the scales of `cast.tile`; None: computed here, see
+           `makes_scales`
     """
     constants = _constants(cast, scale is None, x.dtype, dtype)
+    # Cast the transpose, whose rows are contiguous: codes are written in x's memory order, without
+    # a copy.
     if x.stride(0) < x.stride(1):
         out, scale = _cast(x.T, None if scale is None else scale.T, cast.tile[::-1], constants, dtype)
         return out.T, scale.T
@@ -136,7 +150,7 @@ def _cast(
 
 @cache
 def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
-    """A pointer to `Constants`."""
+    """Return a pointer to `Constants`."""
     format = cast.format
     mantissa, smallest_normal, has_nan = 0, 0.0, False
     if isinstance(format, FloatFormat):
@@ -148,6 +162,7 @@ def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torc
         has_nan=has_nan,
         max=format.max,
         smallest_normal=smallest_normal,
+        # The shift constant of `rounded` in cast.cpp.
         gaps=1.5 * 2.0 ** (FLOAT32_MANTISSA - mantissa),
         rule=_RULES[cast.scale] if makes_scales else 0,
         smallest_scale=smallest_scale(format),

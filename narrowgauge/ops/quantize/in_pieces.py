@@ -1,4 +1,4 @@
-"""The definition of `quantize` piece by piece (ops/pieces.py), with the same bits: scales first, then the codes of each piece."""
+"""Bit-identical `quantize` by pieces (ops/pieces.py): first all scales, then the codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def slices_of(x: Tensor, cast: Cast) -> list[slice]:
-    """Of x's rows, such that no tile is cut but one of all rows, whose largest magnitude is that of its parts."""
+    """Return slices of x's rows that split no tile.
+
+    The exception is a tile that spans all rows: its largest magnitude is the maximum over the
+    pieces.
+    """
     of_columns = cast.tile[0] == WHOLE and cast.tile[1] != WHOLE
     if of_columns and not isinstance(cast.calibrate, Current | Window):
         return [slice(0, x.shape[0])]
@@ -29,18 +33,25 @@ def work(
     definition: tuple[Callable[..., Any], ...], slices: Sequence[slice], x: Tensor, cast: Cast, given: Tensor | None,
     noise: Tensor | Key | None, expand: torch.dtype | None,
 ) -> QTensor:  # fmt: skip
-    """x in codes. definition: the parts of that of a whole tensor. given: the amax of each tile, or None."""
+    """Quantize x piece by piece.
+
+    definition  the functions of the definition of a whole tensor
+    given       amax of each tile, or None
+    """
     calibrated_amax, filled, amax, scales, encoded = definition
     if given is None and cast.tile == (WHOLE, WHOLE):
         given = calibrated_amax(x, cast)
     elif given is None:
         given = torch.cat([amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices])
+        # The maximum over pieces is exact, unlike a sum: `slices_of` splits such tiles only for
+        # maxima.
         given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
     scale, global_scale = scales(given, cast)
     parts = []
     for each in slices:
         piece, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
         own = scale if cast.tile[0] == WHOLE else scale[each.start // height : -(-each.stop // height)]
+        # Element 0 of the piece has the noise of its place in the whole tensor.
         some = noise[each] if isinstance(noise, Tensor) else noise and noise.after(each.start * x.shape[1])
         full = filled(piece, cast.tile)
         parts.append(encoded(full, tuple(piece.shape), own, global_scale, cast, some, expand))

@@ -1,9 +1,12 @@
-"""quantize_pair: what one read of a tensor can give at once, codes of both orientations and the amax of the next step.
+"""quantize_pair: codes of x and x.T, and the amax for the next step, from one read of x.
 
-    rows = quantize(x, cast, amax)    cols = quantize(x.T, cast, amax), in its own row-major order    amax [1, 1]
+    rows = quantize(x, cast, amax)
+    cols = quantize(x.T, cast, amax), in its own row-major order
+    amax   [1, 1] under delayed scaling, else None
 
-with the amax that delayed scaling gives x, or none. The definition says just that. The Triton kernels read x once (triton.py); of a
-tensor with an amax that is not finite, a delayed one may leave other codes under its scale, which is NaN and makes NaN of all of them.
+The definition computes these in sequence; the Triton kernels read x once (triton.py). If the amax
+of a tensor is not finite, the codes of a delayed kernel may differ from the definition's. Their
+scale is NaN, which makes every value NaN.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
 Noise = Tensor | Key | None
-Two = tuple[Noise, Noise]  # of x and of x.T
+Two = tuple[Noise, Noise]  # noise of x and of x.T
 Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
 def in_turn(
     x: Tensor, cast: Cast, state: Tensor | None, records: bool, cols: bool, noise: Two, backend: str | None = None
 ) -> Pair:
-    """The definition, by the fastest kernel of each cast, or by the one that is named."""
+    """Definition: each cast by its fastest kernel, or by the kernel that is named."""
     amax = None
     if state is not None:
         amax = update_amax(state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
@@ -42,7 +45,7 @@ def in_turn(
 
 
 def refuse(spec: Spec) -> Refusal | None:
-    """Why the kernels that read x once do not quantize such a tensor, or None."""
+    """Return the reason why the kernels that read x once do not quantize such a tensor, or None."""
     if spec.delayed and (spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest"):
         return Refusal("tile", "rounds to nearest by one scale per tensor")
     if spec.delayed and not spec.cols and spec.cast.format.codes_per_byte > 1 and spec.shape[1] % 2:
@@ -60,7 +63,10 @@ KERNELS.register(
 
 
 def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
-    """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
+    """Return True if a kernel computes all outputs from one read of x.
+
+    Otherwise they are computed in sequence.
+    """
     if torch.compiler.is_compiling():
         fits = compiled.fits(x, cast) and not (delayed and cast.has_global_scale)
         return fits and _is_by_triton(
@@ -74,7 +80,7 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
 def _is_by_triton(
     device: str, index: int | None, dtype: torch.dtype, is_odd: bool, delayed: bool, cols: bool, *words: Any
 ) -> bool:
-    """As that of `compiled`."""
+    """Like `_is_by_triton` of `compiled`."""
     spec = Spec(
         device_facts(device, index), dtype, (2, 4 - is_odd), of_words(*words), cols=cols, delayed=delayed, in_operator=True
     )  # fmt: skip
@@ -84,23 +90,30 @@ def _is_by_triton(
 def plan(
     x: Tensor, cast: Cast, records: bool, cols: bool, delayed: bool
 ) -> Callable[[Tensor, Tensor | None, Two], Pair]:
-    """What computes `quantize_pair` for such arguments: run(x, amax_state, noise). It serves other tensors as `quantize`'s plan does."""
+    """Choose the kernel of `quantize_pair` for such arguments: run(x, amax_state, noise).
+
+    It is valid for the same tensors as the plan of `quantize`.
+    """
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
     kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
     if noise is not None or not kernel.replays:
         return lambda x, state, noise: quantize_pair(x, cast, amax_state=state, records=records, cols=cols, noise=noise)
-    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+    from narrowgauge.ops.triton.replay import Replays  # imported only where kernels are launched
 
     replays = Replays(lambda x, state: kernel.run(x, cast, state, records, cols, (None, None)))
     return lambda x, state, _: replays(x, state)
 
 
 def plan_with_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], tuple[QTensor | None, Tensor]]:
-    """What gives x, where it is cast in the same launch, and the amax by which x.T is then cast, by one scale, [1, 1]. Serves as `plan`."""
+    """Return a function of x that returns (its cast or None, its amax [1, 1]).
+
+    The cast is None if it takes a separate launch. x.T is then cast by this amax, with one scale.
+    The function is valid for the same tensors as `plan`.
+    """
     specs = Spec.of(x, cast), Spec.of(x.T, cast, x.new_empty((1, 1)))
     if not all(OF_ONE.choose(spec).kernel.name == "triton" for spec in specs):
         return lambda x: (None, definition.tile_amax(x.detach(), cast.tile))
-    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+    from narrowgauge.ops.triton.replay import Replays  # imported only where kernels are launched
 
     return Replays(lambda x: triton.with_amax(x, cast))
 
@@ -116,11 +129,13 @@ def quantize_pair(
     noise: Two = (None, None),
     backend: str | None = None,
 ) -> Pair:
-    """x [outer, inner] -> (x, x.T, amax) quantized by the same cast, see the module.
+    """Quantize x [outer, inner] and x.T by the same cast -> (x, x.T, amax); see the module.
 
-    amax_state  [3] of the tensor's window, updated as `update_amax` does if it records; None: not delayed, and no amax
-    cols        whether x.T is wanted too; else None
-    noise       of x and of x.T, when the cast rounds stochastically; see `quantize`
+    amax_state  [3] amax state under delayed scaling, updated as by `update_amax`; None: current
+                scaling, and amax is None
+    records     False leaves the amax state unchanged
+    cols        False returns None in place of x.T
+    noise       noise of x and of x.T, if the cast rounds stochastically; see `quantize`
     """
     if torch.compiler.is_compiling() and backend is None:
         if noise[0] is not None or not reads_once(x, cast, amax_state is not None, cols):

@@ -1,22 +1,28 @@
-"""The cast of a weight that the optimizer's step leaves beside it, and what the next forward pass makes of that.
+"""Cast of a weight that the optimizer's step writes, and that the next forward pass reads.
 
-The kernel of the step has every new weight in a register. With one scale per tensor it can leave there what a cast would read for:
+The kernel of the step has every new weight in a register. With one scale per tensor it can save
+reads of the weight:
 
-    current scaling    the tensor's largest magnitude; `quantize_precast` casts by it, one read of the weight instead of two
-    delayed scaling    that, and the codes of w and of w.T by the scale that the next step will use; `quantize_precast` notes the
-                       largest magnitude in the window, as casting would, and reads no weight at all
+    current scaling    it leaves the tensor's largest magnitude; `quantize_precast` casts by it: one
+                       read instead of two
+    delayed scaling    it also leaves codes of w and w.T by the scale of the next step;
+                       `quantize_precast` records the largest magnitude in the amax state, as a cast
+                       would, and does not read the weight
 
-The step has to foretell that scale, for the window moves on only after it (`nn.amax_history`). So the amax that it counted on stays
-beside the codes, and `quantize_precast` compares it on the device with the one in use: where another was loaded, or the step was not
-ended, it writes the codes anew. On the host the weight must be the one that the step left (`addresses.validity`), and each is taken
-once.
+The step must predict that scale, because the amax history advances only after it
+(`nn.amax_history`). The predicted amax is stored beside the codes, and `quantize_precast` compares
+it on the device with the amax in use. If they differ, because another history was loaded or the
+step was not ended, it recomputes the codes. On the host the weight must be the one that the step
+wrote (`addresses.validity`), and each precast is used once.
 
-A write that leaves `_version` as it is (`weight.data.clamp_()` after the step) is not detected at once: that would need a read of
-the weight, which the cast is there to save. Every eighth step compares a sample of the weight on the device (`ops.fingerprint`);
-`nn.step_end` reports a change at the end of a later step, and the layer casts its weight itself from then on.
+A write that leaves `_version` unchanged (`weight.data.clamp_()` after the step) is not detected at
+once. That would need a read of the weight, which the precast saves. Every eighth step compares a
+sample of the weight on the device (`ops.fingerprint`). `nn.step_end` reports a change at the end of
+a later step, and the layer casts its weight itself from then on.
 
-Which weights: `refuse`. Rows, blocks and MX share a scale among elements that no program of the step has together in both
-orientations; rotations mix elements before they are cast; learned steps change after the weight has been written.
+`refuse` says which casts are supported. Rows, blocks and MX share a scale among elements that no
+program of the step has together in both orientations. Rotations mix elements before the cast.
+Learned steps change after the weight is written.
 """
 
 from __future__ import annotations
@@ -37,20 +43,23 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE
 
-CHECK_EVERY = 8  # steps, between two samples of the weight
-PARTS = 64  # places that programs share for the largest magnitude: few enough to read, enough not to queue
+CHECK_EVERY = 8  # steps between two samples of the weight
+PARTS = 64  # slots for the largest magnitude: few enough to read, enough to avoid contention
 
 
 @dataclass(kw_only=True, eq=False)
 class PrecastWeight:
-    """See the module; of one weight [N, K].
+    """Precast of one weight [N, K]; see the module.
 
-    cast, window   by which; window None: current scaling
-    maxima         int32 [PARTS], bits of magnitudes: the largest is the weight's amax
-    plain, turned  codes of w [N, K] and of w.T [K, N], as the format stores them; None with current scaling
-    expected       [1] the window's amax by which the codes were written
-    refused        why the step does not write them after all, a clause, or ''
-    left, taken    how often the step wrote them, and how often a forward pass took them
+    cast        the cast
+    window      amax buffers of delayed scaling; None: current scaling
+    maxima      int32 [PARTS], bits of magnitudes; the largest one is the weight's amax
+    plain       codes of w [N, K], as the format stores them; None under current scaling
+    turned      codes of w.T [K, N], likewise
+    expected    [1] the predicted amax by which the codes were written
+    refused     clause that says why the step does not write them, or ''
+    left        number of times the step wrote them
+    taken       number of times a forward pass used them
     """
 
     cast: Cast
@@ -69,7 +78,7 @@ class PrecastWeight:
 
     @classmethod
     def of(cls, weight: Tensor, cast: Cast, window: AmaxBuffers | None) -> PrecastWeight:
-        """With its memory: 256 bytes, and with delayed scaling 2 for each weight."""
+        """Allocate a precast: 256 bytes, and with delayed scaling two bytes per weight."""
         made = cls(cast=cast, window=window, maxima=weight.new_zeros(PARTS, dtype=torch.int32))
         if window is not None:
             made.plain, made.turned = (weight.new_empty(x.shape, dtype=cast.format.storage) for x in (weight, weight.T))
@@ -81,47 +90,56 @@ class PrecastWeight:
         return None if self.plain is None or self.turned is None else (self.plain, self.turned)
 
     def mark_written(self) -> None:
-        """Called by the kernel that writes them."""
+        """Record that the step's kernel wrote the precast."""
         self._written = True
 
     def commit(self, weight: Tensor) -> None:
-        """The step is over and the weight's version raised: what was written is of this one, if anything was."""
+        """End the step: tie a precast that the kernel wrote to the weight's new version."""
         self._weight = validity(weight) if self._written else None
+        # A sample reads the memory in order, so it needs a contiguous weight.
         is_compared = self._written and self.left % CHECK_EVERY == 0 and weight.is_contiguous()
         self._sample = Sampled(weight) if is_compared else None
         self.left += self._written
         self._written = False
 
     def disable(self, reason: str) -> None:
-        """The step cannot leave anything here; the memory for it is given back."""
+        """Stop precasting, and free the codes."""
         self.refused, self.plain, self.turned, self._weight = reason, None, None, None
 
     def forget(self) -> None:
-        """Nothing is taken before the next step."""
+        """Discard the precast of this step."""
         self._weight = self._sample = None
 
     def take(self) -> None:
-        """A forward pass takes them, once."""
+        """Use the precast, once."""
         self.taken += 1
+        # is_same() launches the comparison and always returns True; its result stays on the device.
         if self._sample is not None and self._sample.is_same():
             self._changed = self._sample.changed
         self.forget()
 
     def taken_changed(self) -> Tensor | None:
-        """bool [] on the device, once: whether the weight was written before its casts were taken; None: not compared."""
+        """Return whether the weight was written between the step and its use, once.
+
+        The result is a bool [] on the device, or None if no sample was compared.
+        """
         changed, self._changed = self._changed, None
         return changed
 
     def matches(self, weight: Tensor, cast: Cast, amax_state: Tensor | None) -> bool:
-        """Whether the weight is as the step left it, and wanted by this cast and window; not of a CUDA graph, which would repeat it."""
+        """Return True if the precast is valid for this weight, cast and amax state.
+
+        It is never valid during CUDA graph capture, because replays would use it again.
+        """
         if self._weight is None or self._weight != validity(weight) or self.cast != cast:
             return False
         live = None if self.window is None else self.window.live
+        # Identity, not equality: another layer's state may hold the same numbers.
         return live is amax_state and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def refuse(cast: Cast) -> Refusal | None:
-    """Why the step cannot leave what such a cast needs, or None."""
+    """Return the reason why the step cannot write the precast of such a cast, or None."""
     if cast.tile != (WHOLE, WHOLE):
         shared = "share a scale among elements that no program of the step has together in both orientations"
         return Refusal("tile", f"tiles of {cast.tile} {shared}")
@@ -137,14 +155,20 @@ def refuse(cast: Cast) -> Refusal | None:
 
 
 def refuse_here(weight: Tensor, cast: Cast) -> str:
-    """Why no kernel takes up on the weight's device what the step leaves, a clause, or ''. May check a kernel."""
+    """Return a clause that says why no kernel on the weight's device uses a precast, or ''.
+
+    May run a self-check.
+    """
     choice = KERNELS.choose(Spec.of(weight, cast))
     return "; ".join(why.text for _, why in choice.refusals) if choice.kernel.name == "reference" else ""
 
 
 @torch.no_grad()
 def next_amax(window: AmaxBuffers) -> Tensor:
-    """[1] the amax that the window will give in the next step, if `roll_history` ends this one as it is. The definition."""
+    """Return [1] the amax in use in the next step, if `roll_history` ends this step as it is.
+
+    Definition.
+    """
     in_use, seen, _ = window.live.unbind()
     settings = window.window
     newest = seen
@@ -155,12 +179,16 @@ def next_amax(window: AmaxBuffers) -> Tensor:
 
 @torch.no_grad()
 def write(precast: PrecastWeight, weight: Tensor) -> None:
-    """What the step's kernel writes, made of the new weight by the reference. The definition, and of use in checks and tests."""
+    """Definition of the step's kernel: compute the precast from the new weight.
+
+    Checks and tests use it.
+    """
     precast.maxima.zero_()
     precast.maxima[:1] = tile_amax(weight, (WHOLE, WHOLE)).view(torch.int32).reshape(1) & 0x7FFFFFFF
     if precast.window is not None:
         assert precast.expected is not None and precast.plain is not None and precast.turned is not None
         precast.expected.copy_(next_amax(precast.window))
+        # Before the first step there is no scale to predict.
         if float(precast.expected) > 0:
             for codes, x in ((precast.plain, weight), (precast.turned, weight.T)):
                 made = definition.quantize(x, precast.cast, precast.expected.reshape(1, 1), None, None)
@@ -172,10 +200,11 @@ Both = tuple[QTensor, QTensor, Tensor | None]
 
 
 def in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
-    """The definition."""
+    """Definition of `quantize_precast`."""
     cast, codes = precast.cast, precast.codes
     own, used = precast.maxima.amax().view(torch.float32).reshape(1, 1), None
     if amax_state is not None and codes is not None:
+        # bool() synchronizes, which the definition may do; the kernel decides on the device.
         serves = bool((amax_state[IN_USE] > 0) & (amax_state[IN_USE] == precast.expected))
         used = update_amax(amax_state, own, records=records)
         if serves:
@@ -197,9 +226,14 @@ KERNELS.register(
 def quantize_precast(
     x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, *, records: bool = True, backend: str | None = None
 ) -> Both:
-    """x [N, K] as the step left it, contiguous -> x and x.T quantized, and the amax [1, 1] of the window (None without one).
+    """Return the casts of x and x.T from a precast, and the amax.
 
-    The bits of `quantize_pair`; see the module. Its codes may be the memory that the next step writes.
+    The amax is [1, 1] under delayed scaling, else None.
+
+    x  [N, K] as the step left it, contiguous
+
+    The result is bit-identical to `quantize_pair`. Its codes may be the memory that the next step
+    writes.
     """
     kernel = KERNELS.choose(Spec.of(x, precast.cast), backend).kernel
     precast.take()

@@ -1,4 +1,4 @@
-"""A tensor cast once more beside codes that should be its cast: by the scales of those codes, and the scales that are its own."""
+"""Repeat the cast of a tensor, for comparison with existing codes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tensor:
-    """x cast once more by the scales of `like`, decoded: [outer, inner] float32, equal to `dequantize(like)` if x made it.
+    """Cast x by the scales of `like` and decode: [outer, inner] float32.
 
-    x      [outer, inner], of the shape of `like`
-    noise  that `like` was rounded with, if its cast rounds stochastically
+    The result equals `dequantize(like)` if `like` was cast from x.
+
+    x      [outer, inner], the shape of `like`
+    noise  the noise that `like` was rounded with, if its cast rounds stochastically
     """
     cast = like.cast
     data = encoded(filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32)
@@ -28,7 +30,10 @@ def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tenso
 
 
 def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
-    """The scale that `cast` gives x, as `QTensor.full_scale`; None where it depends on more than x (history, learned step)."""
+    """Return the scale that `cast` gives x, in the form of `QTensor.full_scale`.
+
+    None if the scale depends on more than x (amax history, learned step).
+    """
     if isinstance(cast.calibrate, Window | LearnedStep):
         return None
     scale, shared = scales(calibrated_amax(x, cast), cast)

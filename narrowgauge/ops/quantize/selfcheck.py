@@ -1,14 +1,22 @@
-"""What a kernel that quantizes must compute rightly on a device first (see `ops.selfcheck`): the reference's bits of a small sample.
+"""Self-checks of kernels that quantize: bit-identical results on two small samples.
 
-    144 x 272      no multiple of 128 in any axis; blocks of 16 x 16 up to 2**24 apart, among them zeros and subnormal numbers
-    140 x 272      of these the last rows, where scales are of a tensor or a row: sides that are multiples of 16 have kernels of their own
+`ops.selfcheck` runs them.
 
-in the order of memory and as the transpose of it, and the same with a NaN and an infinity in it. A kernel is called as its op calls it, and
-so is the op's definition, on the CPU. Codes and scales must have the same bits: an instruction that rounds ties another way, a quotient
-that is off by a bit, noise of another element, a scale of another tile are seen in a single code. Of delayed scaling the state of the
-window is compared as well; its codes under a scale that is NaN are free (see `pair`).
+    144 x 272      no axis is a multiple of 128; blocks of 16 x 16 differ by up to 2**24, and
+                   include zeros and subnormals
+    140 x 272      its last rows, for scales of a tensor or a row: sides that are multiples of 16
+                   have kernels of their own
 
-Once per cast, type of x, and way of calling. What it does not find: rows longer than 8,192, and every shape.
+Each sample is cast in its memory order and as a transposed view, without and with a NaN and an
+infinity. The kernel is called as its operator calls it; so is the definition, on the CPU. Codes and
+scales must be bit-identical. Wrong ties, an inexact quotient, the noise of another
+element, or the scale of another tile show in a single code.
+
+Under delayed scaling the amax state is compared as well. Codes under a NaN scale are not (see
+`pair`).
+
+A check runs once per cast, dtype of x and form of the call. It does not cover rows longer than
+8,192, nor every shape.
 """
 
 from __future__ import annotations
@@ -37,14 +45,14 @@ ROWS, COLUMNS, SPREAD, SEED = 144, 272, 12, 20260612
 KEYS = Key((2**32 - 5, 77)), Key((3, 2**31 + 1))
 
 Run = Callable[..., Any]
-Call = tuple[
-    tuple[Any, ...], str
-]  # arguments on the CPU, of which with delayed scaling the third is the window's state; words for it
-Calls = Callable[[Spec, Tensor], Iterator[Call]]  # of the call that a kernel is examined for, with x
+# (arguments on the CPU, text for messages). Under delayed scaling the third argument is the amax
+# state.
+Call = tuple[tuple[Any, ...], str]
+Calls = Callable[[Spec, Tensor], Iterator[Call]]  # all calls for which a kernel is checked, with x
 
 
 def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]) -> Check[Spec]:
-    """Of kernels that are called by `calls`, on both orientations of both samples."""
+    """Return the check of kernels that `calls` calls, on both orientations of both samples."""
 
     def compare(run: Run, kind: Hashable, device: torch.device) -> Iterator[Comparison]:
         spec = _spec(kind)
@@ -75,7 +83,7 @@ def _spec(kind: Any) -> Spec:
 
 @cache
 def sample(dtype: torch.dtype, poisoned: bool) -> Tensor:
-    """[ROWS, COLUMNS] on the CPU; see the module."""
+    """Return the sample [ROWS, COLUMNS] on the CPU; see the module."""
     x = spread_normal(ROWS, COLUMNS, SPREAD, torch.Generator().manual_seed(SEED))
     x[5:7], x[32:48, 32:48] = 0.0, 0.0
     x[9, :8] = torch.tensor([-0.0, 1e-40, -1e-40, 1e-30, 0.5, -0.5, 1.5, 2.5])
@@ -85,8 +93,10 @@ def sample(dtype: torch.dtype, poisoned: bool) -> Tensor:
 
 
 def _moved(given: Any, device: torch.device) -> Any:
-    """A copy on the device of what a kernel reads or writes there."""
+    """Copy the tensors of an argument to the device."""
     if isinstance(given, Tensor):
+        # Always a copy: on the CPU `.to` returns the same tensor, and a kernel that never updates
+        # the amax state would pass.
         return given.to(device, copy=True)
     if isinstance(given, PrecastWeight):
         parts = {name: getattr(given, name) for name in ("maxima", "plain", "turned", "expected")}
@@ -95,7 +105,12 @@ def _moved(given: Any, device: torch.device) -> Any:
 
 
 def compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool) -> Iterator[Comparison]:
-    """A QTensor, or (that of x, that of x.T, amax), beside the truth; the window of both; the scales ahead of the codes."""
+    """Yield the comparisons of a QTensor, or of (x, x.T, amax).
+
+    Amax states come first, and scales before codes.
+
+    window  (amax state of the kernel, amax state of the definition), or None
+    """
     if not isinstance(truth, tuple):
         got, truth = (got, None), (truth, None)
     if window is not None:
@@ -117,7 +132,7 @@ def _calls_of_one(spec: Spec, x: Tensor) -> Iterator[Call]:
 
 
 def _calls_of_pairs(spec: Spec, x: Tensor) -> Iterator[Call]:
-    """Delayed with an amax of earlier steps and without one."""
+    """Delayed scaling is called with an amax of earlier steps and without one."""
     if not spec.delayed:
         yield (x, spec.cast, None, True, True, (None, None) if spec.noise is None else KEYS), ""
         return
@@ -127,9 +142,9 @@ def _calls_of_pairs(spec: Spec, x: Tensor) -> Iterator[Call]:
 
 
 def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
-    """Codes that serve, codes by an amax that is not in use, and a first step."""
+    """Yield calls with valid codes, with codes by another amax, and of a first step."""
     if x.stride(1) != 1:
-        return  # a weight lies in memory row by row
+        return  # weights are stored row by row
     if not isinstance(spec.cast.calibrate, Window):
         precast = PrecastWeight.of(x, spec.cast, None)
         precast_weight.write(precast, x)
@@ -140,15 +155,18 @@ def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
         window: Any = SimpleNamespace(history=history, live=live, window=spec.cast.calibrate)
         precast = PrecastWeight.of(x, spec.cast, window)
         for codes in precast.codes or ():
-            codes.view(torch.uint8).fill_(1)  # what is not written shall be the same everywhere
+            codes.view(torch.uint8).fill_(1)  # bytes that no kernel writes must be equal
         precast_weight.write(precast, x)
         state = torch.tensor([in_use, 0.5, 0.0])
         yield (x, precast, state, True), f", in use {in_use} and expected {expected}"
 
 
 def _examples(op: str) -> Iterator[Spec]:
-    """The casts of all recipes. Floats rounded to nearest as decoded values too, for products that are computed in float32."""
-    from narrowgauge import recipes  # who casts needs them not
+    """Yield the casts of all recipes.
+
+    Floats rounded to nearest also yield decoded values, for GEMMs in float32.
+    """
+    from narrowgauge import recipes  # imported here because a cast does not need it
 
     gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
     for cast in dict.fromkeys(cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None):

@@ -1,4 +1,4 @@
-"""What a kernel of quantize is chosen by: the cast, and everything about the arguments but their numbers."""
+"""Selection of a quantize kernel by the cast and by properties of the arguments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def empty_scales(shape: tuple[int, int], cast: Cast, device: torch.device) -> Tensor:
-    """[ceil(outer / tile[0]), ceil(inner / tile[1])] float32, to be written.
+    """Allocate scales [ceil(outer / tile[0]), ceil(inner / tile[1])] float32.
 
-    As cuBLAS reads them: of tiles of 1 x 128 neighbours in memory are of neighbouring rows.
+    For tiles of 1 x 128 the layout is the one that cuBLAS reads: scales of neighbouring rows are
+    adjacent.
     """
     high, wide = scale_shape(shape, cast.tile)
     if cast.tile == (1, 128):
@@ -29,14 +30,15 @@ def empty_scales(shape: tuple[int, int], cast: Cast, device: torch.device) -> Te
 
 @dataclass(frozen=True)
 class Spec:
-    """See the module.
+    """Properties of a call that decide which kernel is chosen.
 
-    noise   how it is given: "key" (numbers not in memory yet), "tensor", or None
-    amax    whether it is given
-    expand  the dtype of decoded values to be kept instead of codes
-    cols    (quantize_pair) whether x.T is wanted too
-    delayed (quantize_pair) whether the amax comes from a window
-    in_operator  whether compiled code calls the kernel as an operator (`ops.quantize.compiled`)
+    noise        form of the noise: "key" (not materialized), "tensor", or None
+    amax         True if an amax is passed
+    expand       dtype of decoded values to return instead of codes
+    cols         (quantize_pair) True if x.T is quantized too
+    delayed      (quantize_pair) True under delayed scaling
+    in_operator  True if compiled code calls the kernel through an operator
+                 (`ops.quantize.compiled`)
     """
 
     device: Device

@@ -1,4 +1,7 @@
-"""What `ops.quantize` leaves to Triton kernels on NVIDIA GPUs. What launches them, and with it Triton, is imported when one is wanted."""
+"""Refusals of the Triton kernels of `ops.quantize`.
+
+The launching module, and with it Triton, is imported at the first use.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ LAUNCHES = "narrowgauge.ops.quantize.triton_launch"
 
 
 def refuse(spec: Spec) -> Refusal | None:
-    """Why these kernels do not quantize such a tensor, or None."""
+    """Return the reason why these kernels do not quantize such a tensor, or None."""
     if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape, spec.in_operator)) is not None:
         return refusal
     from narrowgauge.ops.triton import cast_constants

@@ -1,13 +1,16 @@
-"""Blocks that share a scale, codes in both orientations from one read: 1 x 128 and 128 x 128, 1 x 32 with power-of-two scales (MX).
+"""Cast blocks that share a scale, in both orientations from one read.
 
-1 x 16 and 16 x 16 with scales of two levels (NVFP4) as well: the tensor's largest magnitude comes from a pass ahead of it.
+Blocks may be 1 x 128, 128 x 128, or 1 x 32 with power-of-two scales (MX). For 1 x 16 and 16 x 16
+with two-level scales (NVFP4), an earlier pass computes the tensor's largest magnitude.
 
-A program takes ROWS x COLUMNS elements, whole blocks of both orientations, and keeps them in registers:
+A program holds ROWS x COLUMNS elements in registers, whole blocks of both orientations:
 
-    x [ROWS, COLUMNS] as [ROWS / A, A, COLUMNS / B, B]    one amax, one scale per [ROWS / A, COLUMNS / B]
-    x.T in blocks of A x B is x in blocks of B x A         the same with A and B exchanged, then transposed
+    x in blocks of A x B    viewed as [ROWS / A, A, COLUMNS / B, B]; amax and scale are
+                            [ROWS / A, COLUMNS / B]
+    x.T in blocks of A x B  x in blocks of B x A, i.e. the same with A and B exchanged, transposed
 
-A square block has the same scales in both orientations; rounded to nearest, the codes of x.T are those of x.
+A square block has the same scales in both orientations. Rounded to nearest, the codes of x.T are
+then the transposed codes of x.
 """
 
 import triton
@@ -21,7 +24,7 @@ from narrowgauge.ops.triton.scales import e4m3_scale_of, reciprocal_of, scale_of
 
 @triton.jit
 def _block_amax(bits, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """bits [ROWS, COLUMNS] -> the largest of each block [ROWS / A, COLUMNS / B]."""
+    """Reduce bits [ROWS, COLUMNS] to the largest of each block [ROWS / A, COLUMNS / B]."""
     if B > 1:
         bits = tl.max(tl.reshape(bits, (ROWS, COLUMNS // B, B)), axis=2)
     if A > 1:
@@ -31,16 +34,18 @@ def _block_amax(bits, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLU
 
 @triton.jit
 def spread(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """scale [ROWS / A, COLUMNS / B] -> [ROWS, COLUMNS]."""
+    """Expand scale [ROWS / A, COLUMNS / B] to [ROWS, COLUMNS]."""
     full = tl.broadcast_to(scale[:, None, :, None], (ROWS // A, A, COLUMNS // B, B))
     return tl.reshape(full, (ROWS, COLUMNS))
 
 
 @triton.jit
 def cast_block(values, shared, key, first, second, length, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Of values [ROWS, COLUMNS] (codes, scales [ROWS / A, COLUMNS / B]); the noise is that of place (first, second).
+    """Return (codes, scales [ROWS / A, COLUMNS / B]) of values [ROWS, COLUMNS].
 
-    shared: of two levels, the float32 of the tensor; else unused
+    shared         two-level rules: the float32 scale of the tensor; else unused
+    first, second  element indices for the noise
+    length         row length for the noise
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
@@ -56,18 +61,24 @@ def cast_blocks(
     x, plain, transposed, shared_out,
     C: tl.constexpr, PARTS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x, a `Matrix`, in blocks of A x B -> `Orientation` plain; x.T in blocks of A x B -> transposed.
+    """Cast x in blocks of A x B, and x.T in blocks of A x B.
 
-    plain.scales [ceil(rows / A), ceil(columns / B)], transposed.scales [ceil(columns / A), ceil(rows / B)]
-    plain.maxima [PARTS] int32 of the whole tensor and shared_out [1] float32: of two levels, else None
+    x                  a `Matrix`
+    plain, transposed  `Orientation`s of x and of x.T
+    plain.scales       [ceil(rows / A), ceil(columns / B)]
+    transposed.scales  [ceil(columns / A), ceil(rows / B)]
+    plain.maxima       [PARTS] int32 of the whole tensor under two-level rules, else None
+    shared_out         [1] float32, the scale of the tensor under two-level rules, else None
     """
     down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     shared = tl.zeros((1, 1), tl.float32)
     if C.two_level:
         shared = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
+        # All programs compute the same value; one stores it.
         if tl.program_id(0) == 0:
             tl.store(shared_out, shared * C.headroom)
+    # Stochastic rounding draws other noise for x.T, so its codes differ.
     SAME: tl.constexpr = A == B and not C.stochastic
     if plain.codes is not None or SAME:
         found, scale = cast_block(values, shared, plain.key, row[:, None], column[None, :], x.columns, C, A, B)
@@ -82,13 +93,15 @@ def cast_blocks(
 
 @triton.jit
 def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`.
+    """Store piece (down, across) of codes and scales.
 
-    Scales of 1 x 128 lie column by column, see `spec.empty_scales`.
+    codes are [rows, columns], scales [ceil(rows / A), ceil(columns / B)]. Scales of 1 x 128 are
+    stored column by column, see `spec.empty_scales`.
     """
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
     store_codes(found, out.codes, down, across, rows, columns, C)
+    # cuBLAS reads scales of 1 x 128 with neighbouring rows adjacent, see ops/mm/cublas.py.
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)

@@ -1,22 +1,27 @@
-"""Launches of the Triton kernels that quantize: the reference's bits, in one or two launches.
+"""Launch the Triton kernels that quantize.
 
-    tile             launches                             reads of x; x.T comes with it where it is wanted
-    tensor           one, whose programs all run at once  2, the second from the cache where x fits
-    tensor, delayed  one                                  1
-    row              one                                  1, of a row longer than 8,192 elements 2, the second from the cache
-    row, with x.T    one, as of a tensor                  2, as of a tensor
-    blocks           one                                  1
-    blocks, 2 level  maxima, cast                         2, as of a tensor
+Results are bit-identical to the reference, in one or two launches.
 
-Two launches, maxima and cast, where one would take more than the 64 registers that it may have: stochastic rounding, sides that are no
-multiple of 16, rows with x.T in formats of less than 8 bits.
+    tile             launches                         reads of x (including x.T, if requested)
+    tensor           one, with all programs resident  2, the second from the cache if x fits
+    tensor, delayed  one                              1
+    row              one                              1; 2 above 8,192 elements, like a tensor
+    row, with x.T    one, like a tensor               2, like a tensor
+    blocks           one                              1
+    blocks, 2 level  maxima, cast                     2, like a tensor
 
-Sizes of the pieces, none of them measured yet on a GPU:
+Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
+stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats of less
+than 8 bits.
 
-    runs       4,096 elements of dense memory in 4 warps: 16-bit input arrives in loads of 16 bytes, four per thread
+Sizes of the pieces, none measured on a GPU:
+
+    runs       4,096 elements of dense memory in 4 warps: 16-bit input arrives in four 16-byte loads
+               per thread
     rows       a whole row of up to 8,192 elements in 8 warps: 32 registers of values per thread
-    squares    64 x 64 in 8 warps: the runs of x.T are 64 bytes; twice as wide, Triton 3.6 takes 228 registers, one program per processor
-    blocks     a block of 128 in both directions and nothing more: 128 x 128 in 16 warps, 32 elements per thread
+    squares    64 x 64 in 8 warps: the runs of x.T are 64 bytes. 64 x 128 takes 228 registers with
+               Triton 3.6, i.e. one program per multiprocessor
+    blocks     one block of 128 in both directions: 128 x 128 in 16 warps, 32 elements per thread
 """
 
 from __future__ import annotations
@@ -44,21 +49,23 @@ triton_transpose = Kernels("narrowgauge.ops.quantize.triton_transpose")
 RUN, RUN_WARPS = 4096, 4
 SQUARE, SQUARE_WARPS = 64, 8
 LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
-LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # of tiles with a side above 64; others as in squares
-# Programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200.
+LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # for tiles with a side above 64; other tiles take squares
+# Number of programs that compute a maximum: the smallest that suffices, so that few variants are
+# compiled. 512 programs of 4 warps keep 64 KB in flight per multiprocessor of an H200.
 PARTS = 1, 32, 512
 SETTLING = 512  # programs that in most steps find nothing to cast
-# What `amax_and_cast` is launched by. Cooperative: the driver starts all of its programs at once, or refuses. 1,024 threads of at most 64
-# registers fit on every multiprocessor from compute capability 8.0 on.
+# Launch options of `amax_and_cast`. A cooperative launch makes the driver start all programs at
+# once, or refuse. 1,024 threads of at most 64 registers fit on every multiprocessor from compute
+# capability 8.0 on.
 AT_ONCE: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": 64}
 THREADS = 1024
-FEW = 32  # programs
-SHARED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
+FEW = 32  # size for small grids, see `_at_once`
+SHARED_PARTS = 64  # slots for the maximum: few enough to read, enough to avoid contention
 
 Dtype = torch.dtype | None
 Amax = Tensor | None
-Noise = tuple[Key | None, Key | None]  # of x and of x.T
-Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax of a window
+Noise = tuple[Key | None, Key | None]  # noise of x and of x.T
+Both = tuple[QTensor, QTensor | None, Tensor | None]  # x, x.T, amax of delayed scaling
 
 
 def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> QTensor:
@@ -69,12 +76,15 @@ def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> 
 
 
 def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTensor | None]:
-    """x and, with cols, x.T; amax [1, 1]: of the tensor, where it is known. See `ops.quantize.compiled`."""
+    """Cast x and, with cols, x.T, for `ops.quantize.compiled`.
+
+    amax  [1, 1] amax of the tensor, or None: computed here
+    """
     return cast_pair(x, cast, cols=cols, amax=amax)
 
 
 def empty(x: Tensor, cast: Cast) -> QTensor:
-    """What a cast of x will be, without its numbers: shapes, types, and the order in memory."""
+    """Return the result of a cast of x without its values: shapes, dtypes and memory layout."""
     return Output(tuple(x.shape), cast, x.device).finished()
 
 
@@ -86,14 +96,17 @@ def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: 
 
 
 def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -> Both:
-    """See `ops.quantize.quantize_precast`. The codes are written anew where another amax is in use than the one expected.
+    """See `ops.quantize.quantize_precast`.
 
-    precast  a PrecastWeight, whose module leads to this one
+    It recomputes the codes if the amax in use is not the expected one.
+
+    precast  a PrecastWeight; importing its class here would be circular
     """
     cast, codes = precast.cast, precast.codes
     if amax_state is None or codes is None:
         return (*cast_pair(x, cast, cols=True, amax=precast.maxima.view(torch.float32)), None)
     state = state_of(amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device))
+    # Codes of both orientations may have to be written again, so pieces are squares.
     matrix, programs, sizes = _pieces(x.detach(), constants(x, cast), dense=False)
     launch(
         triton_transpose.settle_both, min(programs, SETTLING), matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
@@ -104,13 +117,20 @@ def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -
 
 
 def constants(x: Tensor, cast: Cast, expand: Dtype = None) -> CastConstants:
-    """What kernels that cast x are compiled with."""
+    """Return the compile-time constants of kernels that cast x."""
     capability = device_facts(x.device.type, x.device.index).capability
     return cast_constants.constants_of(cast, capability, expand is not None)
 
 
 class Output:
-    """Codes, or values of dtype `expand`, and scales of one orientation, [outer, inner], to be filled by a kernel."""
+    """Buffers for one orientation of a cast, [outer, inner], which a kernel fills.
+
+    data    codes, or values of dtype `expand`
+    codes   data as the kernel takes it: codes as bytes
+    scale   [A, B] float32
+    shared  0-d float32 scale of the tensor under two-level rules, else None
+    key     words of the noise on the device, or None
+    """
 
     def __init__(
         self, shape: tuple[int, ...], cast: Cast, device: torch.device, expand: Dtype = None, noise: Key | None = None
@@ -122,6 +142,7 @@ class Output:
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
         self.scale = empty_scales((shape[0], shape[1]), cast, device)
+        # Kernels write codes of every format as bytes.
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
@@ -135,9 +156,10 @@ class Output:
 def cast_pair(
     x: Tensor, cast: Cast, *, cols: bool = False, amax: Amax = None, noise: Noise = (None, None), expand: Dtype = None
 ) -> tuple[QTensor, QTensor | None]:
-    """x [outer, inner], not empty, and, with cols, x.T by the same cast.
+    """Cast x [outer, inner], not empty, and, with cols, x.T by the same cast.
 
-    amax  float32, contiguous: of a tensor a power of two of places whose largest it is, of rows one each (without cols); not of blocks
+    amax  float32, contiguous. For a tensor: slots whose maximum is the amax, a power of two of
+          them. For rows: one each (without cols). Not for blocks
     """
     rows = Output(tuple(x.shape), cast, x.device, expand, noise[0])
     columns = Output(tuple(x.T.shape), cast, x.device, expand, noise[1]) if cols else None
@@ -148,9 +170,11 @@ def cast_pair(
 
 
 def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols: bool) -> Both:
-    """x and, with cols, x.T by the scale of earlier steps, with the amax that was used [1, 1].
+    """Cast x and, with cols, x.T by the scale of earlier steps.
 
-    Without cols the rows of x are even if codes are packed.
+    Also returns the amax that was used [1, 1].
+
+    Without cols the rows of x must be even if codes are packed.
     """
     rows = Output(tuple(x.shape), cast, x.device)
     columns = Output(tuple(x.T.shape), cast, x.device) if cols else None
@@ -166,12 +190,15 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
 
 
 def state_of(live: Tensor, maxima: Tensor, scale: Tensor) -> AmaxState:
-    """A window's live state for a kernel, with a place for the amax in use, [1, 1]."""
+    """Return the amax state for a kernel, with a new buffer for the amax in use [1, 1]."""
     return AmaxState(live, maxima, torch.empty(1, 1, dtype=torch.float32, device=live.device), scale)
 
 
 def _in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
-    """(x, False) if its rows lie in memory one element after the other; (x.T, True) if its columns do; else a copy of x."""
+    """Return (matrix with contiguous rows, True if it is x.T).
+
+    x is copied if neither its rows nor its columns are contiguous.
+    """
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     if x.stride(0) == 1 or x.shape[0] == 1:
@@ -180,7 +207,11 @@ def _in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def _pieces(x: Tensor, C: CastConstants, dense: bool) -> tuple[Matrix, int, dict[str, Any]]:
-    """(x for a kernel, programs, sizes of a piece): squares; if only its own order counts (dense) and x has no gaps, runs of one row."""
+    """Return (x as a `Matrix`, number of programs, sizes of a piece).
+
+    Pieces are squares. If only codes of x are written (dense) and x is contiguous, pieces are runs
+    of a single row.
+    """
     if dense and x.is_contiguous() and not (C.packed and x.shape[1] % 2):
         sizes = {"C": C, "ROWS": 1, "COLUMNS": RUN, "warps": RUN_WARPS}
         return Matrix.of(x.view(1, -1)), -(-x.numel() // RUN), sizes
@@ -194,7 +225,7 @@ def _parts(x: Tensor) -> int:
 
 
 def _tensor_maxima(x: Tensor) -> Tensor:
-    """[PARTS] int32 of a tensor in any dense order."""
+    """Return the maxima [PARTS] int32 of a tensor in any dense layout."""
     parts = _parts(x)
     maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
     given = (x.contiguous(), maxima, None, None, x.numel())
@@ -203,7 +234,7 @@ def _tensor_maxima(x: Tensor) -> Tensor:
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of x, not empty, [1, 1] float32: `tile_amax` of the whole tensor, in one launch."""
+    """Return the largest magnitude of x, not empty, [1, 1] float32, in one launch."""
     parts, x = _parts(x), _in_memory_order(x.detach())[0]
     maxima, whole = (torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1)))
     given = (x.contiguous(), maxima, whole, zeros_left_zero(1, x.device), x.numel())
@@ -212,7 +243,10 @@ def amax(x: Tensor) -> Tensor:
 
 
 def with_amax(x: Tensor, cast: Cast) -> tuple[QTensor | None, Tensor]:
-    """x, not empty, by one scale, and its amax [1, 1] float32, in one launch; None and the amax where it rounds stochastically."""
+    """Cast x, not empty, with one scale, and return (cast, amax [1, 1] float32), in one launch.
+
+    With stochastic rounding the cast is None.
+    """
     if cast.rounding == "stochastic":
         return None, amax(x)
     rows, whole = Output(tuple(x.shape), cast, x.device), torch.empty(1, 1, dtype=torch.int32, device=x.device)
@@ -221,9 +255,8 @@ def with_amax(x: Tensor, cast: Cast) -> tuple[QTensor | None, Tensor]:
     return rows.finished(), whole.view(torch.float32)
 
 
-Wanted = tuple[
-    "Output | None", "Output | None"
-]  # in the order of x, whose rows lie in memory, and transposed; None: it is not
+# Outputs for x, whose rows are contiguous, and for x.T; None: not requested.
+Wanted = tuple["Output | None", "Output | None"]
 
 
 def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orientation:
@@ -231,10 +264,13 @@ def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orienta
 
 
 def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole: Tensor | None = None) -> None:
-    """One scale for the tensor. whole: int32 [1, 1], to be given the bits of the largest magnitude; then it rounds to nearest."""
+    """Cast with one scale for the tensor.
+
+    whole  int32 [1, 1], receives the bits of the largest magnitude; it requires rounding to nearest
+    """
     scale = next(output.scale for output in wanted if output is not None)
     first = _orientation(wanted[0])._replace(scales=scale)
-    second = _orientation(wanted[1])._replace(scales=None)  # its scale is that of the first
+    second = _orientation(wanted[1])._replace(scales=None)  # its scale is the first one
     matrix, pieces, sizes = _pieces(x, C, dense=wanted[1] is None)
     if amax is None and _is_at_once(matrix, C):
         programs, parts = _at_once(pieces, sizes["warps"], x.device)
@@ -249,12 +285,19 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole:
 
 
 def _is_at_once(x: Matrix, C: CastConstants) -> bool:
-    """Whether its registers suffice for `amax_and_cast`: rounding to nearest, in rows and columns that are multiples of 16."""
+    """Return True if 64 registers suffice for `amax_and_cast`.
+
+    They do for rounding to nearest, if rows and columns are multiples of 16; other forms spilled
+    (docs/log.md).
+    """
     return not (C.stochastic or x.rows % 16 * (x.rows > 1) or x.columns % 16 or x.stride % 16)
 
 
 def _at_once(pieces: int, warps: int, device: torch.device) -> tuple[int, int]:
-    """(programs that share so many pieces and all run at once, places for a maximum of each: of few sizes, each is compiled apart)."""
+    """Return (number of programs that run at once and share the pieces, slots for their maxima).
+
+    The slots have few sizes, because each size is compiled separately.
+    """
     most = _running(warps, device.index) if device.type == "cuda" and dry_run_on() is None else 1
     programs = min(pieces, most)
     return programs, FEW if programs <= FEW else 1 << (most - 1).bit_length()
@@ -262,16 +305,20 @@ def _at_once(pieces: int, warps: int, device: torch.device) -> tuple[int, int]:
 
 @cache
 def _running(warps: int, index: int | None) -> int:
-    """How many programs run at once."""
+    """Return the number of programs that run at once."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count) * (THREADS // (32 * warps))
 
 
 def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
-    """A scale for each row of x, and for each column. A given amax serves the one output that is wanted."""
+    """Cast with a scale for each row of x, and for each column.
+
+    A given amax is for the only output that is requested.
+    """
     if wanted[1] is None and amax is None:
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
+    # Codes of less than 8 bits spill in this kernel (E2M1 on 10.0: 56 bytes).
     if amax is None and C.bits == 8 and _is_at_once(matrix, C):
         programs = _at_once(programs, sizes["warps"], x.device)[0]
         given = (matrix, *map(_orientation, wanted), None, zeros_left_zero(sum(x.shape) + 1, x.device))
@@ -287,7 +334,10 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:
-    """A scale for each row of x, which is read once if a row fits into the registers of a program."""
+    """Cast with a scale for each row of x.
+
+    A row that fits into the registers of a program is read once.
+    """
     outer, inner = x.shape
     whole = inner <= LONGEST_ROW
     piece = max(1 << (inner - 1).bit_length(), 16) if whole else ROW_PIECE
@@ -299,7 +349,7 @@ def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:
 
 
 def _cast_blocks(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
-    """A scale for each block; of two levels with a float32 that all of them share."""
+    """Cast with a scale for each block, and a shared float32 scale under two-level rules."""
     given = next(output for output in wanted if output is not None)
     maxima = _tensor_maxima(x) if C.two_level else None
     a, b = given.cast.tile

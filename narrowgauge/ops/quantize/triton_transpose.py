@@ -1,19 +1,26 @@
-"""Codes of x, of x.T or of both from one read, where the scale is of the tensor, of a row, or of a column.
+"""Cast x, x.T or both from one read, with a scale of the tensor, of each row or of each column.
 
-    amax          the largest magnitude of a tensor: PARTS programs walk over it and leave a maximum each
-    maxima        the same of each row and of each column of x, one read
-    cast_both     casts with the scales of these, and writes the codes of x, of x.T, or of both
-    amax_and_cast the largest magnitudes and then the cast in one launch, whose programs wait for each other in between
-    cast_rows     one scale per row in one launch, codes of x alone
-    both_delayed  casts by the tensor's scale of earlier steps, finds its amax and notes it in the window   (delayed scaling)
-    settle_both   the last of these for codes and an amax that another kernel left
+    amax           largest magnitude of a tensor: PARTS programs iterate over it and store a maximum
+                   each
+    maxima         largest magnitude of each row and each column of x, from one read
+    cast_both      casts with the scales of these maxima, and writes the codes of x, of x.T, or of
+                   both
+    amax_and_cast  the largest magnitudes and then the cast in one launch; programs wait for each
+                   other in between
+    cast_rows      one scale per row in one launch, only codes of x
+    both_delayed   (delayed scaling) casts by the tensor's scale of earlier steps, and records its
+                   amax in the state
+    settle_both    (delayed scaling) the last part of both_delayed, for codes and an amax of another
+                   kernel
 
-A program takes ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so both are written in long runs. With
-one scale per tensor, rounded to nearest, the codes of x.T are those of x, and are computed once. Where codes of x alone are wanted and
-its memory is dense, the launch gives it as one row of all elements. Two 4-bit codes lie in a byte. What fits in the second-level
-cache (50 MB on Hopper) is read from memory once, even where it is read twice.
+A program casts ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so
+that both orientations are written in long runs. With one scale per tensor and rounding to nearest,
+both orientations have the same codes, which are computed once. If only codes of x are requested and
+its memory is dense, x is passed as one row. Two 4-bit codes share a byte. Data that fits into the
+L2 cache (50 MB on Hopper) is read from memory once, even if a kernel reads it twice.
 
-x: a `Matrix`; plain, transposed: `Orientation`s; state: an `AmaxState`; C: `CastConstants`. Maxima are int32, the bits of magnitudes.
+x is a `Matrix`, plain and transposed are `Orientation`s, state is an `AmaxState`, C is
+`CastConstants`. Maxima are int32, the bits of magnitudes.
 """
 
 import triton
@@ -23,30 +30,33 @@ from narrowgauge.ops.triton.elements import encode, magnitude_bits, pack
 from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 
-IN_USE = tl.constexpr(0)  # the places of `AmaxBuffers.live`
+IN_USE = tl.constexpr(0)  # indices of `AmaxBuffers.live`
 SEEN = tl.constexpr(1)
 NONFINITE = tl.constexpr(2)
 
 
 @triton.jit
 def place_of_program(columns, COLUMNS: tl.constexpr):
-    """(down, across) int64 of this program's piece; a grid of one axis, for a second one ends at 65,535."""
+    """Return (down, across) int64 of this program's piece."""
+    # A grid of one axis: a second axis ends at 65,535.
     return place_of_piece(tl.program_id(0), columns, COLUMNS)
 
 
 @triton.jit
 def place_of_piece(piece, columns, COLUMNS: tl.constexpr):
-    """(down, across) int64 of a piece, int32, counted along rows."""
-    width = tl.cast(
-        tl.cdiv(columns, COLUMNS), tl.int32
-    )  # a quotient of 64 bits takes as long as the cast of two elements
+    """Return (down, across) int64 of a piece, int32, numbered row by row."""
+    # int32: a 64-bit quotient takes as long as the cast of two elements.
+    width = tl.cast(tl.cdiv(columns, COLUMNS), tl.int32)
     down = piece // width
     return down.to(tl.int64), (piece - down * width).to(tl.int64)
 
 
 @triton.jit
 def load_piece(x, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(values [ROWS, COLUMNS], zero outside of x, row [ROWS], column [COLUMNS]); the places int64."""
+    """Return (values [ROWS, COLUMNS], zero outside of x; row [ROWS]; column [COLUMNS]).
+
+    Indices are int64.
+    """
     row = tl.arange(0, ROWS) + down * ROWS
     column = tl.arange(0, COLUMNS) + across * COLUMNS
     mask = (row < x.rows)[:, None] & (column < x.columns)[None, :]
@@ -55,9 +65,12 @@ def load_piece(x, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def amax(x, maxima, whole, ended, n, PARTS: tl.constexpr, RUN: tl.constexpr):
-    """maxima [PARTS] int32: the bits of the largest magnitude that each program saw; whole [1] of all, if it is wanted.
+    """Entry point: largest magnitude of n elements.
 
-    ended  int32 [1], zero before and after, by which the last program knows that it is
+    maxima  [PARTS] int32, receives the bits of the largest magnitude of each program
+    whole   [1] int32, receives the maximum of all; None: not requested
+    ended   int32 [1], zero before and after: counts finished programs, so that the last one knows
+            it is the last
     """
     part = tl.program_id(0)
     largest = tl.zeros((RUN,), tl.int32)
@@ -69,16 +82,21 @@ def amax(x, maxima, whole, ended, n, PARTS: tl.constexpr, RUN: tl.constexpr):
     else:
         tl.atomic_xchg(maxima + part, tl.max(largest, axis=0), sem="relaxed")
         if tl.atomic_add(ended, 1, sem="acq_rel") == PARTS - 1:
-            every = tl.atomic_or(
-                maxima + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.int32)
-            )  # not from a cache of before
+            # An atomic read, because a plain load could hit a stale line of the L1 cache.
+            every = tl.atomic_or(maxima + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.int32))
             tl.store(whole, tl.max(every, axis=0))
             tl.store(ended, 0)
 
 
 @triton.jit
 def maxima(x, of_rows, of_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """of_rows [rows] and of_columns [columns] int32, zero before; None: not wanted. `cast_both` leaves them zero."""
+    """Entry point: largest magnitude of each row and column.
+
+    of_rows     [rows] int32, zero on entry; None: not requested
+    of_columns  [columns] int32, zero on entry; None: not requested
+
+    `cast_both` resets them to zero.
+    """
     down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     _note_lines(values, row, column, x, of_rows, of_columns)
@@ -95,7 +113,10 @@ def _note_lines(values, row, column, x, of_rows, of_columns):
 
 @triton.jit
 def _encoded(values, scale, key, first, second, length, C: tl.constexpr):
-    """Codes of values; element (first, second) of a matrix whose rows have `length` elements has the noise of that place."""
+    """Return codes of values.
+
+    The noise is that for element (first, second) of a matrix with rows of `length` elements.
+    """
     y = values.to(tl.float32) * reciprocal_of(scale, None, C)
     noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C)
@@ -103,14 +124,16 @@ def _encoded(values, scale, key, first, second, length, C: tl.constexpr):
 
 @triton.jit
 def store_codes(found, codes, down, across, rows, columns, C: tl.constexpr):
-    """The piece (down, across), int64, of a matrix of codes [rows, columns] uint8, two to a byte where C.packed."""
+    """Store piece (down, across), int64, of codes [rows, columns] uint8; packed if C.packed."""
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
     row, column = tl.arange(0, ROWS) + down * ROWS, tl.arange(0, COLUMNS) + across * COLUMNS
     inside = (row < rows)[:, None]
     if C.packed:
-        found = tl.where(inside & (column < columns)[None, :], found, 0)  # an odd row ends in a nibble of zero
-        width = columns // 2 + (columns - columns // 2 * 2)  # rounded up, so that Triton sees what divides it
+        # An odd row ends in a zero nibble.
+        found = tl.where(inside & (column < columns)[None, :], found, 0)
+        # Rounded up in this form, so that Triton can infer its divisibility.
+        width = columns // 2 + (columns - columns // 2 * 2)
         byte = tl.arange(0, COLUMNS // 2) + across * (COLUMNS // 2)
         place = row[:, None] * width + byte[None, :]
         tl.store(codes + place, pack(found, ROWS, COLUMNS), mask=inside & (byte < width)[None, :])
@@ -121,8 +144,8 @@ def store_codes(found, codes, down, across, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def _line_scale(of, maxima, place, length, writes, C: tl.constexpr):
-    """The scale of each line from maxima; written by those of its programs that `writes`."""
-    # Past the first-level cache: other programs of the same launch may have written them.
+    """Return the scale of each line from maxima. Programs with `writes` store it."""
+    # Bypass the L1 cache (.cg): other programs of the same launch may have written the maxima.
     scale = scale_of(tl.load(maxima + place, mask=place < length, other=0, cache_modifier=".cg"), C)
     if writes:
         tl.store(of.scales + place, scale, mask=place < length)
@@ -133,7 +156,10 @@ def _line_scale(of, maxima, place, length, writes, C: tl.constexpr):
 def _cast_piece(
     values, row, column, whole, of_rows, of_columns, x, plain, transposed, down, across, C: tl.constexpr
 ):  # fmt: skip
-    """Codes of a piece of x and of x.T by one scale, whole, or, where that is None, by those of their lines, which it writes."""
+    """Cast a piece of x and of x.T.
+
+    whole  the one scale; None: each line has its own scale, computed from its maximum and stored
+    """
     SAME: tl.constexpr = whole is not None and not C.stochastic
     if plain.codes is not None or SAME:
         scale = whole if whole is not None else _line_scale(plain, of_rows, row, x.rows, across == 0, C)[:, None]
@@ -154,12 +180,14 @@ def _cast_piece(
 def cast_both(
     x, plain, transposed, ended, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Codes of x [rows, columns] and of x.T [columns, rows]; scales [rows] of the one and [columns] of the other, or [1].
+    """Entry point: codes of x [rows, columns] and of x.T [columns, rows], by known maxima.
 
-    PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], in plain.scales; zero: one per row of each
-    ended  int32 [1], zero before and after, by which the last program knows that it is, and leaves the maxima zero; None: they stay
+    PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], stored in plain.scales;
+           zero: one scale per row of x and per row of x.T
+    ended  int32 [1], zero before and after: counts finished programs, and the last one resets the
+           maxima to zero; None: the maxima stay
     """
-    if ROWS == 1:  # x is one row
+    if ROWS == 1:  # x is passed as one row
         down, across = 0, tl.program_id(0).to(tl.int64)
     else:
         down, across = place_of_program(x.columns, COLUMNS)
@@ -171,7 +199,8 @@ def cast_both(
             tl.store(plain.scales, whole)
     _cast_piece(values, row, column, whole, plain.maxima, transposed.maxima, x, plain, transposed, down, across, C)
     if ended is not None:
-        tl.debug_barrier()  # all of this program have read
+        # Every thread of this program has read the maxima before it counts as finished.
+        tl.debug_barrier()
         if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             _clear(plain.maxima, x.rows)
             _clear(transposed.maxima, x.columns)
@@ -180,7 +209,7 @@ def cast_both(
 
 @triton.jit
 def _clear(maxima, length):
-    """maxima [length], if there are any."""
+    """Reset maxima [length] to zero, if there are any."""
     if maxima is not None:
         for start in range(0, length, 1024):
             place = start + tl.arange(0, 1024)
@@ -189,11 +218,13 @@ def _clear(maxima, length):
 
 @triton.jit
 def wait_for_all(arrived):
-    """Until all programs of the grid are here, which must all be running: a cooperative launch. arrived: int32 [1], zero before.
+    """Grid barrier: wait until all programs have arrived. arrived: int32 [1], zero before.
 
-    What they stored before is seen after it, past the first-level cache. As Inductor's `x_grid_barrier` (torch 2.11 to 2.13).
+    All programs must be resident, i.e. launched cooperatively. Stores before the barrier are
+    visible after it to loads that bypass the L1 cache. Like Inductor's `x_grid_barrier` (torch 2.11
+    to 2.13).
     """
-    tl.debug_barrier()  # all of this program have stored
+    tl.debug_barrier()  # every thread of this program has stored
     tl.atomic_add(arrived, 1, sem="acq_rel")
     while tl.atomic_add(arrived, 0, sem="acquire") < tl.num_programs(0):
         pass
@@ -202,7 +233,7 @@ def wait_for_all(arrived):
 
 @triton.jit
 def _place(piece, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    if ROWS == 1:  # x is one row
+    if ROWS == 1:  # x is passed as one row
         down, across = tl.cast(0, tl.int64), tl.cast(piece, tl.int64)
     else:
         down, across = place_of_piece(piece, columns, COLUMNS)
@@ -213,14 +244,15 @@ def _place(piece, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def amax_and_cast(
     x, plain, transposed, whole, shared, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """`amax` or `maxima`, and then `cast_both`, in one launch of programs that share the pieces and all run at once.
+    """Entry point: `amax` or `maxima`, and then `cast_both`, in one cooperative launch.
 
-    PARTS    above zero, and no fewer than there are programs: one scale; zero: one per row of each
-    whole    the bits of the largest magnitude, int32 [1], if they are wanted
-    shared   int32: maxima, [PARTS], a program's each, or [rows + columns], zero before and after; and one more, by which programs
-             wait, zero before and after
+    Programs share the pieces.
 
-    It casts the pieces in the other order: those that were read last are still in the second-level cache.
+    PARTS    above zero, and at least the number of programs: one scale; zero: one per row of x and
+             of x.T
+    whole    int32 [1], receives the bits of the largest magnitude; None: not requested
+    shared   int32, maxima and one counter for the barrier. The maxima are [PARTS], one per program,
+             or [rows + columns], zero before and after. The counter is zero before and after
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces = tl.cast(tl.cdiv(x.rows, ROWS) * tl.cdiv(x.columns, COLUMNS), tl.int32)
@@ -246,11 +278,13 @@ def amax_and_cast(
             tl.store(plain.scales, scale)
             if whole is not None:
                 tl.store(whole, found)
+    # In reverse order: the pieces that were read last are still in the L2 cache.
     for before in range(program, pieces, programs):
         at = _place(pieces - 1 - before, x.columns, ROWS, COLUMNS)
         values, row, column = load_piece(x, at[0], at[1], ROWS, COLUMNS)
         _cast_piece(values, row, column, scale, shared, of_columns, x, plain, transposed, at[0], at[1], C)
-    tl.debug_barrier()  # all of this program have read
+    # Every thread of this program has read the maxima before it counts as finished.
+    tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == 2 * programs - 1:
         if PARTS == 0:
             _clear(shared, x.rows + x.columns)
@@ -259,9 +293,12 @@ def amax_and_cast(
 
 @triton.jit
 def cast_rows(x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes and scales of `Orientation` out: a program finds the largest magnitude of its ROWS rows, and casts them.
+    """Entry point: one scale per row.
 
-    WHOLE_ROW  a row is no longer than COLUMNS and stays in registers; longer ones are read a second time, out of the cache
+    A program computes the largest magnitude of its ROWS rows, and casts them.
+
+    WHOLE_ROW  True: a row has at most COLUMNS elements and stays in registers. Longer rows are read
+               again, from the cache
     """
     down = tl.program_id(0).to(tl.int64)
     row = down * ROWS + tl.arange(0, ROWS)
@@ -285,7 +322,7 @@ def cast_rows(x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def store_both(values, scale, x, codes, transposed, down, across, C: tl.constexpr):
-    """Casts the values of a piece to nearest by one scale and stores both orientations, or the one that is wanted."""
+    """Cast a piece to nearest with one scale, and store the requested orientations."""
     found = _encoded(values, scale, None, None, None, None, C)
     store_codes(found, codes, down, across, x.rows, x.columns, C)
     if transposed is not None:
@@ -297,27 +334,32 @@ def both_delayed(
     x, codes, transposed, state,
     RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x and of x.T, or of x, by the scale of state.live[IN_USE]; state.scale, state.amax and state.live as `settled` has them.
+    """Entry point: codes of x and of x.T, or of x, by the scale of state.live[IN_USE].
 
-    state.maxima [PARTS + 1], zero before and after: maxima that programs share, and how many have ended. The last one settles. Where
-    no earlier step gave a scale, all cast by 1, which is that of zeros; of other numbers the last one then casts all pieces anew.
+    state.maxima is [PARTS + 1], zero before and after: maxima that programs share, and a counter of
+    finished programs. The last program updates state.scale, state.amax and state.live by `settled`.
+    If no earlier step gave a scale, all programs cast by 1, the scale of zeros. The last program
+    then casts all pieces again, unless x is zero.
     """
     if ROWS == 1:
         down, across = 0, tl.program_id(0).to(tl.int64)
     else:
         down, across = place_of_program(x.columns, COLUMNS)
+    # An amax of 0, before the first step, gives scale 1.
     scale = scale_of(tl.load(state.live + IN_USE).to(tl.int32, bitcast=True), C)
     values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
     largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
     tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     store_both(values, scale, x, codes, transposed, down, across, C)
-    tl.debug_barrier()  # what this program stored is seen by the last one, which may store there
+    tl.debug_barrier()  # the last program may store again to the places where this one stored
     if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         place = tl.arange(0, PARTS)
         own_bits = tl.max(tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0)
         tl.store(state.maxima + PARTS, 0)
+        # A ticket instead of a second launch: three fills and three launches less. As one loop that
+        # every program runs and the last repeats, it took 89 registers instead of 48 (docs/log.md).
         settled_scale, in_use = settled(state, own_bits, True, RECORDS, C)
-        if (in_use <= 0) & (own_bits >= 0x00800000):
+        if (in_use <= 0) & (own_bits >= 0x00800000):  # subnormal amax has scale 1 as well
             for piece in range(0, tl.num_programs(0)):
                 at = place_of_piece(piece, x.columns, COLUMNS)
                 found = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
@@ -326,7 +368,12 @@ def both_delayed(
 
 @triton.jit
 def settled(state, own_bits, is_first, RECORDS: tl.constexpr, C: tl.constexpr):
-    """(scale, live[IN_USE]) of a tensor whose amax has these bits: amax as `update_amax` chooses it; one program writes both and live."""
+    """Return (scale, live[IN_USE]) of a tensor whose amax has these bits.
+
+    The amax that sets the scale is chosen as by `update_amax`.
+
+    is_first  True for the program that stores scale, amax and live
+    """
     live = state.live
     in_use = tl.load(live + IN_USE)
     own = own_bits.to(tl.float32, bitcast=True)
@@ -336,7 +383,7 @@ def settled(state, own_bits, is_first, RECORDS: tl.constexpr, C: tl.constexpr):
     if is_first:
         tl.store(state.amax, amax)
         tl.store(state.scale, scale)
-        if RECORDS:  # nobody else reads these two
+        if RECORDS:  # no other program reads these two
             seen = tl.load(live + SEEN)
             tl.store(live + SEEN, tl.where(finite, tl.maximum(seen, own), seen))
             tl.store(live + NONFINITE, tl.where(finite, tl.load(live + NONFINITE), 1.0))
@@ -348,11 +395,13 @@ def settle_both(
     x, codes, transposed, state, expected,
     RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After whatever left state.maxima [PARTS]: state.scale and state.amax, as `update_amax` chooses it, and state.live.
+    """Entry point: update the amax state after a kernel that left state.maxima [PARTS].
 
-    Casts only where no earlier step gave a scale, or, of codes that were written by expected[0] while the window's amax was still
-    to come, where it is another now. An amax that is not finite makes the scale NaN; the codes stay as they are, since that scale
-    makes NaN of all of them. The programs share the pieces: a few of them do, since in most steps there is nothing to cast.
+    It sets state.scale, state.amax and state.live as `update_amax` does. It casts only if no
+    earlier step gave a scale, or if the amax in use is not expected[0], by which the codes were
+    written. A non-finite amax makes the scale NaN. The codes then stay as they are, because
+    that scale makes every value NaN. Few programs share the pieces, since most steps have nothing
+    to cast.
     """
     program = tl.program_id(0).to(tl.int64)
     own_bits = tl.max(tl.load(state.maxima + tl.arange(0, PARTS)), axis=0)

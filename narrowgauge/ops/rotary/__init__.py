@@ -1,19 +1,25 @@
-"""rotary: queries and keys turned by their positions, in one kernel instead of a dozen; and its gradient.
+"""Rotary position embedding of queries and keys, and its gradient, each in one kernel.
+
+Separate operations would launch a dozen kernels.
 
     forward     y = x cos + turn(x) sin             turn(x1, x2) = (-x2, x1), the halves of a head
     gradient    x = y cos + turn'(y sin)            turn'(y1, y2) = (y2, -y1)
 
 Contract of `run(q, k, cos, sin, dtypes, inverse)`
 
-    q, k       [batch, heads, tokens, head], any number of heads each; float32, bfloat16 or float16, any strides
+    q, k       [batch, heads, tokens, head], any number of heads each; float32, bfloat16 or float16,
+               any strides
     cos, sin   [batch or 1, tokens, head]
-    dtypes     of the two results; forward those that torch promotes x and cos to, of the gradient those of q and k
-    inverse    the gradient: q and k are then the gradients of the results
-    ->         in the layout of q and of k
+    dtypes     dtypes of the two results: forward, torch's promotion of x and cos; gradient, the
+               dtypes of q and k
+    inverse    True computes the gradient: q and k are then the gradients of the results
+    ->         two tensors in the layout of q and of k
 
-Each product is rounded to the type of the result before the sum, as PyTorch rounds between operations: all bits are the reference's.
-Bytes: q and k read and written once, where operations one after the other move five times as much. Source: arXiv 2104.09864, in the
-order of halves that Llama has.
+Each product is rounded to the dtype of the result before the sum, as PyTorch rounds between
+operations, so results are bit-identical to the reference. The kernel reads and writes q and k once;
+separate operations move five times as many bytes.
+
+Source: arXiv 2104.09864, with the order of halves of Llama.
 """
 
 from __future__ import annotations
@@ -31,7 +37,9 @@ from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.ops.triton.launch import Kernels, launch
 
 LONGEST_HEAD = 512
-ELEMENTS, WARPS = 1024, 4  # of each half at a time, 16 numbers per thread: 48 registers. Not measured yet on a GPU.
+# Elements of each half at a time: 16 per thread take 48 registers, 32 spilled on sm_89. Not
+# measured on a GPU.
+ELEMENTS, WARPS = 1024, 4
 triton_kernel = Kernels("narrowgauge.ops.rotary.triton_kernel")
 
 Pair = tuple[Tensor, Tensor]
@@ -39,7 +47,11 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 class Strided(NamedTuple):
-    """data [batch, heads, tokens, 2 HALF] with its strides in elements; of angles, [batch, tokens, 2 HALF], head is 0."""
+    """A tensor with its strides in elements.
+
+    data   [batch, heads, tokens, 2 HALF], or angles [batch, tokens, 2 HALF], whose stride `head` is
+           0
+    """
 
     data: Any
     batch: Any
@@ -49,7 +61,12 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a kernel is chosen by. dtypes: of q, k, cos and sin."""
+    """Properties of a call that decide which kernel is chosen.
+
+    dtypes    dtypes of q, k, cos and sin
+    head      length of a head
+    is_empty  True if q or k has no elements
+    """
 
     device: Device
     dtypes: tuple[torch.dtype, ...]
@@ -64,7 +81,7 @@ class Spec:
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
-    """See the module."""
+    """Definition in plain torch; see the module."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turned(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,7 +95,7 @@ def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, in
 
 
 def refuse(spec: Spec) -> Refusal | None:
-    """Why the kernel does not do it, or None."""
+    """Return the reason why the kernel does not compute this, or None."""
     if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
     if spec.head % 2 or spec.head > LONGEST_HEAD:
@@ -87,12 +104,14 @@ def refuse(spec: Spec) -> Refusal | None:
 
 
 def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
-    """See the module."""
+    """Launch the Triton kernel; see the module."""
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     results = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     batch, heads, tokens, head = q.shape
+    # Triton's ranges are powers of two; the kernel masks the rest of a head.
     width = max(1 << (head // 2 - 1).bit_length(), 16)
     inputs, outputs = (tuple(Strided(x, *x.stride()[:3]) for x in pair) for pair in ((q, k), results))
+    # A stride of 0 broadcasts angles that all examples share.
     angles = tuple(Strided(x, 0 if x.shape[0] == 1 else x.stride(0), 0, x.stride(1)) for x in (cos, sin))
     launch(
         triton_kernel.rotary, batch * tokens, inputs, outputs, angles, (heads, k.shape[1]), tokens, HALF=head // 2, INVERSE=inverse,
@@ -104,7 +123,7 @@ def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, in
 def _compare(
     run: Callable[..., Pair], kind: tuple[tuple[torch.dtype, ...], int], device: torch.device
 ) -> Iterator[Comparison]:
-    """All bits of values and gradients of a small sample, in both layouts of a head."""
+    """Compare values and gradients of a small sample bit by bit, in both layouts of a head."""
     for transposed in (True, False):
         q, k, cos, sin = _sample(*kind, transposed)
         results = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
@@ -121,7 +140,8 @@ def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> lis
     generator = torch.Generator().manual_seed(20261121)
     shapes = [(2, 9, heads, head) if transposed else (2, heads, 9, head) for heads in (5, 2)]
     q, k = (torch.randn(shape, generator=generator) * 3 for shape in shapes)
-    angles = 6 * torch.rand(1, 9, head, generator=generator)  # of the halves different ones, which Llama has not
+    # Different angles in the two halves, which Llama does not have.
+    angles = 6 * torch.rand(1, 9, head, generator=generator)
     given = (q.transpose(1, 2), k.transpose(1, 2)) if transposed else (q, k)
     return [x.to(dtype) for x, dtype in zip((*given, angles.cos(), angles.sin()), dtypes, strict=True)]
 
@@ -130,7 +150,7 @@ _EXAMPLES = [
     Spec(Device("cpu"), (of_q_and_k,) * 2 + (of_angles,) * 2, head)
     for of_q_and_k in (torch.float16, torch.bfloat16)
     for of_angles in (of_q_and_k, torch.float32)
-    for head in (8, 80)  # of a power of two, and another
+    for head in (8, 80)  # a power of two, and another length
 ]
 CHECK: Check[Spec] = Check(lambda spec: (spec.dtypes, spec.head), _compare, lambda: _EXAMPLES)
 KERNELS: Registry[Spec] = Registry("rotary")

@@ -1,11 +1,13 @@
-"""Rotary position embedding of queries and keys in one launch. The op's contract: `ops.rotary`.
+"""Rotary position embedding of queries and keys in one launch; `ops.rotary` has the contract.
 
-A program takes one token: cosines and sines are read once for all its heads, HEADS of them at a time.
+A program processes one token: it reads the cosines and sines once for all heads, HEADS heads at a
+time.
 
-    y1 = x1 c1 - x2 s1        of the gradient (INVERSE): y1 = x1 c1 + x2 s2
-    y2 = x2 c2 + x1 s2                                   y2 = x2 c2 - x1 s1
+    y1 = x1 c1 - x2 s1        gradient (INVERSE): y1 = x1 c1 + x2 s2
+    y2 = x2 c2 + x1 s2                            y2 = x2 c2 - x1 s1
 
-x1, x2 are the halves of a head; each product is rounded to y's type before they are added, as by operations one after the other.
+x1 and x2 are the halves of a head. Each product is rounded to y's dtype before the sum, as separate
+operations would round.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from narrowgauge.ops.triton.elements import negated
 
 @triton.jit
 def _halves(x, batch, head, token, place, mask, HALF: tl.constexpr):
-    """Both halves of a head of the `rotary.Strided` x, float32 in the shape of mask."""
+    """Load both halves of a head of the `rotary.Strided` x, float32 in the shape of mask."""
     first = x.data + batch * x.batch + token * x.token + head * x.head + place
     x1 = tl.load(first, mask=mask, other=0.0).to(tl.float32)
     return x1, tl.load(first + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -29,7 +31,14 @@ def rotary(
     inputs, outputs, angles, heads, tokens,
     HALF: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """inputs, outputs: (q, k), angles: (cos, sin), all `rotary.Strided`; heads: numbers of q's and k's. WIDTH: a power of two >= HALF."""
+    """Entry point of the kernel.
+
+    inputs, outputs  (q, k), each a `rotary.Strided`
+    angles           (cos, sin), each a `rotary.Strided`
+    heads            numbers of heads of q and k
+    WIDTH            a power of two >= HALF
+    """
+    # int64: offsets of large batches exceed 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
     batch, token = program // tokens, program % tokens
     place = tl.arange(0, WIDTH)[None, :]
@@ -47,6 +56,8 @@ def rotary(
                 with_y1, with_y2 = x2 * s2, negated(x1 * s1)
             else:
                 with_y1, with_y2 = negated(x2) * s1, x1 * s2
+            # The conversions round each product to y's dtype, see the module. They must not be
+            # merged.
             y1 = (x1 * c1).to(kind).to(tl.float32) + with_y1.to(kind).to(tl.float32)
             y2 = (x2 * c2).to(kind).to(tl.float32) + with_y2.to(kind).to(tl.float32)
             first = y.data + batch * y.batch + token * y.token + head * y.head + place

@@ -1,4 +1,6 @@
-"""How long an operation takes on a card: what `narrowgauge plan` and `recipe="auto"` predict with.
+"""Predicted duration of operations on a GPU, for `narrowgauge plan` and `recipe="auto"`.
 
-cards  GPUs and their rates          work  what an operation multiplies, reads and writes          rates  seconds of it
+cards  GPUs and their peak rates
+work   FLOPs and bytes of an operation
+rates  seconds of an operation on a card
 """

@@ -1,9 +1,12 @@
-"""GPUs, as far as a prediction needs them: what they hold, what of it a run can have, and how fast they read and multiply.
+"""GPUs: memory, bandwidth and peak rates, as far as predictions need them.
 
-Memory is what the driver reports as the total ("has a total capacity of ..." in torch's messages; the lowest of the figures found for a
-card, which differ by a hundredth), so the smaller L4 and A100 with error correction. A run can have that less CONTEXT.
-Rates are the makers' dense peaks at boost clock: no kernel reaches them. `reached` is what share large products in bfloat16 were seen to
-reach (benchmarks/published.py has the figures and their sources).
+Memory is the total that the driver reports ("has a total capacity of ..." in torch's messages).
+Reports for one card differ by a hundredth; the table has the lowest one, and for L4 and A100 the
+smaller figure with error correction. A run can use that total minus CONTEXT.
+
+Rates are the makers' dense peaks at boost clock, which no kernel reaches. `reached` is the share of
+the peak that large bfloat16 GEMMs were measured to reach; benchmarks/published.py has the figures
+and their sources.
 """
 
 from __future__ import annotations
@@ -17,25 +20,29 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.ops.registry import Device
 
 GiB = 2**30
-# CUDA's context: 426 MiB when it is made (torch 2.10, CUDA 13.0, RTX 6000 Ada, github.com/unslothai/unsloth-zoo/pull/1053), and the
-# kernels that are loaded when they are first used, of cuBLAS, torch and Triton: some 200 MiB [estimate].
+# CUDA's context takes 426 MiB when it is created (torch 2.10, CUDA 13.0, RTX 6000 Ada,
+# github.com/unslothai/unsloth-zoo/pull/1053). The kernels of cuBLAS, torch and Triton that are
+# loaded at first use take about 200 MiB more [estimate].
 CONTEXT = 640 * 2**20
-REACHED = 0.80  # of cards of which no figure was found [assumed]
-CUDA = (12, 9)  # what torch is taken to be built for on the machine with the card
+REACHED = 0.80  # for cards without a published figure [assumed]
+CUDA = (12, 9)  # assumed CUDA version of torch on the machine with the card
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """One GPU.
 
-    memory     bytes that the driver reports as the total
-    usable     bytes of it that torch's allocator can reserve
-    bandwidth  bytes/s of its memory
-    processors multiprocessors, and clock their boost clock in Hz
-    reached    share of the peak that large products in bfloat16 reach
-    peak       FLOP/s of dense products by the type of their operands: "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4"; sums in
-               float32, of int8 in int32. A type that is missing is one it cannot multiply
-    device     what kernels are chosen by; None: narrowgauge has no kernels for it, and only memory is counted
+    memory      bytes that the driver reports as the total
+    usable      bytes that torch's allocator can reserve
+    bandwidth   bytes/s of the memory
+    processors  multiprocessors
+    clock       boost clock in Hz
+    reached     share of the peak that large bfloat16 GEMMs reach
+    peak        FLOP/s of dense GEMMs by operand type: "fp32", "tf32", "bf16", "fp16", "fp8",
+                "int8", "fp4", "int4". Sums are float32, or int32 for int8. A missing type has no
+                unit on this card
+    device      Device by which kernels are chosen; None: narrowgauge has no kernels for it, only
+                memory is predicted
     """
 
     name: str
@@ -65,8 +72,9 @@ def _card(
 _HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624, "int4": 1248}
 
-# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S,
-# L4; its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
+# Sources, without sparsity: NVIDIA's datasheets for A100, H100 (SXM, PCIe), H200, HGX B200 (divided
+# by eight), L40S and L4. NVIDIA's whitepapers for GA102 (3090), Ada (4090) and RTX Blackwell
+# (5090), rows "with FP32 accumulate". AMD's for MI300X.
 CARDS: Mapping[str, Card] = MappingProxyType(
     dict(
         [
@@ -95,37 +103,49 @@ _UNITS = {f"{unit}{i}b": base ** (1 + "kmgt".index(unit)) for unit in "kmgt" for
 
 
 def card(name: str) -> Card:
-    """The card of that name: `h100`, `H100 PCIe`, `rtx-4090`, `4090`. ConfigError, with names like it, for one that is not known."""
+    """Return the card with this name: `h100`, `H100 PCIe`, `rtx-4090`, `4090`.
+
+    Raises ConfigError with similar names if the name is unknown.
+    """
     key = "-".join(re.split(r"[\s_-]+", name.strip().lower()))
     found = CARDS.get(_OTHER_NAMES.get(key, key))
     if found is None:
         near = closest(key, [*CARDS, *_OTHER_NAMES])
         raise ConfigError(
             f"card = {name!r} is not known{f'; closest: {near}' if near else ''}. "
-            f"Choose one of {', '.join(CARDS)}, or say how much memory yours has: --memory 24GiB."
+            f"Choose one of {', '.join(CARDS)}, or say how much memory yours has: --memory 24GiB.",
+            code="card.unknown",
         )
     return found
 
 
 def of_device(name: str) -> Card | None:
-    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None if it is not in the table. H800 and GH200 compute as an H100 does."""
+    """Return the card for a driver's device name, or None if the table lacks it.
+
+    An example of a name is "NVIDIA H100 80GB HBM3".
+
+    H800 and GH200 have the compute rates of an H100.
+    """
     plain = name.lower().replace("h800", "h100").replace("gh200", "h100")
     named = {each.name.lower(): each for each in CARDS.values()}
     named["a100"] = CARDS["a100-40" if "40gb" in plain else "a100-80"]
+    # Longest names first: "h100 pcie" contains "h100".
     by_length = sorted(named, key=len, reverse=True)
     return next((named[each] for each in by_length if re.search(rf"\b{each}\b", plain)), None)
 
 
 def of_memory(size: str, like: Card | None = None) -> Card:
-    """A card with so much memory ("24GiB", "80GB"), in everything else `like` another; without one its rates are not known.
+    """Return a card with this much memory ("24GiB", "80GB").
 
-    Kernels are then chosen as on Hopper.
+    All other properties are copied from `like`. Without `like` the rates are unknown, and kernels
+    are chosen as on Hopper.
     """
     memory = _bytes_of(size)
     if memory <= CONTEXT:
         raise ConfigError(
             f"memory = {size!r}: CUDA's own context takes {CONTEXT // 2**20} MiB, nothing is left of {memory} bytes. "
-            "Say how much memory the card has, as in --memory 24GiB."
+            "Say how much memory the card has, as in --memory 24GiB.",
+            code="card.memory-too-small",
         )
     name = size.strip()
     if like is None:
@@ -138,5 +158,7 @@ def _bytes_of(size: str) -> int:
     found = _SIZE.fullmatch(size)
     unit = (found[2] or "b").lower() if found else ""
     if found is None or (unit != "b" and unit not in _UNITS):
-        raise ConfigError(f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.")
+        raise ConfigError(
+            f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.", code="card.memory"
+        )
     return int(float(found[1]) * _UNITS.get(unit, 1))

@@ -1,17 +1,20 @@
-"""Seconds of one operation on a card, by what bounds it: its products, its bytes, the instructions of a cast, or its launch.
+"""Predict the seconds of one operation on a card from its compute, memory and issue times.
 
-    product    FLOPs / (peak * card.reached * share of its type / slower by its sums) * waves + result / (copied * bandwidth)
+    GEMM       FLOPs / (peak * card.reached * share of its type / slowdown of its sums) * waves
+               + result bytes / (copied * bandwidth)
     attention  FLOPs / (peak * share of the architecture)
     others     bytes / (copied * bandwidth)
-    our casts  not less than elements / 16 * instructions / 32 / (issued * 4 * processors * clock)
-    seconds    the larger of that and the operation's bytes, and the launch
+    our casts  at least elements / 16 * instructions / 32 / (issued * 4 * processors * clock)
+    seconds    max(compute time, issue time, bytes / (copied * bandwidth)) + launch
 
-waves   products are computed in tiles of 128 x 128, one on each processor at a time; the last wave is as long as a full one. DeepGEMM's
-        table shows it (2,112 columns: 1,058 TFLOP/s, 4,096: 1,304), and that a result is written when its sums are done (K = 512: 590 for
-        1,358 at 16,384). TransformerEngine's shapes are too large to show either.
+waves: a GEMM is computed in tiles of 128 x 128, one on each processor at a time. The last wave
+takes as long as a full one. DeepGEMM's table shows this effect (2,112 columns: 1,058 TFLOP/s,
+4,096: 1,304). It also shows that a result is written after its sums are complete (K = 512: 590 for
+1,358 at 16,384). The shapes of TransformerEngine are too large to show either.
 
-The numbers of `Rates` are fitted to published ones by `python -m benchmarks.calibration`, which also says how wrong each of those would
-have been predicted from the others; a test fails where they differ. What no publication tells is marked [assumed].
+`python -m benchmarks.calibration` fits the numbers of `Rates` to published times, and reports the
+error of each prediction from the other times. A test fails if this file differs from its result.
+Numbers without a published source are marked [assumed].
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from typing import Protocol
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.timing.cards import Card
 
-TILE = 128  # rows and columns of a product that one processor computes at a time
+TILE = 128  # rows and columns of a GEMM's tile that one processor computes at a time
 
 
 class Operation(Protocol):
-    """`Work`, or many of it."""
+    """Interface of `Work`, and of a sum over many."""
 
     @property
     def kind(self) -> str: ...
@@ -53,22 +56,26 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What kernels reach.
+    """Rates that kernels reach.
 
-    narrow        share of `card.reached` that products in 8 bits reach
-    fp4           that products in 4 bits reach (TransformerEngine's on a B300, against bfloat16's)
-    split         how much longer sums take that leave the tensor core early: fast accumulation gains 1.1 to 1.2
-                  (github.com/pytorch/ao/pull/2377) [the middle]
-    blocks        how much longer where float32 scales of blocks multiply them
-    mx            where the tensor core multiplies by scales of 1 x 32
-    attention     share of the peak in 16 bits, forward and backward together, causal, heads of 128: cuDNN on Hopper and later, and
-    attention_2   FlashAttention-2 before (arXiv 2407.08608 and 2307.08691) [read off their figures]
+    narrow        share of `card.reached` that 8-bit GEMMs reach
+    fp4           share of `card.reached` that 4-bit GEMMs reach (TransformerEngine on a B300,
+                  relative to bfloat16)
+    split         slowdown where sums leave the tensor core early: fast accumulation gains 1.1 to
+                  1.2 (github.com/pytorch/ao/pull/2377) [the middle]
+    blocks        slowdown where float32 scales multiply the sums of blocks
+    mx            slowdown where the tensor core multiplies by scales of 1 x 32
+    attention     share of the 16-bit peak, forward and backward together, causal, head size 128,
+                  for cuDNN on Hopper and later
+    attention_2   the same for FlashAttention-2 before Hopper (arXiv 2407.08608 and 2307.08691)
+                  [both read off their figures]
     copied        share of the bandwidth
-    instructions  of our casts in both orientations, for 16 elements
+    instructions  instructions of our casts in both orientations, for 16 elements
     issued        share of the issue slots that a cast fills [assumed]
-    launch        seconds from one kernel's end to the next one's (torchao, testing/training/roofline_utils.py)
-    eager         how much longer published eager steps took than the sum of their operations
-    compiled      compiled ones
+    launch        seconds between the end of a kernel and the start of the next (torchao,
+                  testing/training/roofline_utils.py)
+    eager         ratio of published eager steps to the sum of their operations
+    compiled      ratio of published compiled steps to the sum of their operations
     """
 
     narrow: float = 0.986
@@ -86,20 +93,25 @@ class Rates:
     compiled: float = 1.40
 
     def slower(self, sums: str) -> float:
+        """Return the slowdown of a GEMM by `Work.sums`."""
         return {"fast": 1.0, "split": self.split, "blocks": self.blocks, "mx": self.mx}[sums]
 
     def share(self, operands: str) -> float:
-        """Of `card.reached`."""
+        """Return the share of `card.reached` for GEMMs of this operand type."""
         return self.fp4 if operands == "fp4" else self.narrow if operands in ("fp8", "int8", "int4") else 1.0
 
 
 RATES = Rates()
-# By how much a published time was missed by a prediction from the others: two of three within these (benchmarks/results/calibration.jsonl).
+# Relative error of a published time when it is predicted from the others: two of three errors are
+# below these (benchmarks/results/calibration.jsonl).
 ERROR: Mapping[str, float] = MappingProxyType({"product": 0.05, "layer": 0.04, "compiled": 0.09, "eager": 0.20})
 
 
 def seconds(each: Operation, card: Card, rates: Rates = RATES) -> float:
-    """Raises ConfigError for a product that the card has no unit for."""
+    """Predict the seconds of an operation.
+
+    Raises ConfigError for a GEMM that the card has no unit for.
+    """
     moved = each.nbytes / (rates.copied * card.bandwidth)
     return max(_computed(each, card, rates), _issued(each, card, rates), moved) + rates.launch
 
@@ -110,19 +122,22 @@ def _computed(each: Operation, card: Card, rates: Rates) -> float:
     if each.operands not in card.peak:
         raise ConfigError(
             f"plan: {card.name} has no unit for {each.operation} of {each.operands or 'such'} operands. "
-            f"It multiplies {', '.join(card.peak)}; choose a recipe of those, or another card."
+            f"It multiplies {', '.join(card.peak)}; choose a recipe of those, or another card.",
+            code="card.no-unit",
         )
     peak = card.peak[each.operands]
     if each.kind == "attention":
         is_late = card.device is not None and card.device.capability >= (9, 0)
         return each.flops / (peak * (rates.attention if is_late else rates.attention_2))
+    # The write time is added, not overlapped: with max(FLOPs, bytes) the K = 512 row of DeepGEMM's
+    # table was off by a factor of 2.3, with the sum by a quarter (docs/log.md).
     rate = peak * card.reached * rates.share(each.operands) / rates.slower(each.sums)
     written = 2 * each.rows * each.columns / (rates.copied * card.bandwidth)
     return each.flops / rate * waves(each.rows, each.columns, card.processors) + written
 
 
 def waves(rows: int, columns: int, processors: int) -> float:
-    """How much longer than with all processors busy to the end; 1 where a shape is not known."""
+    """Return the slowdown by a partial last wave; 1 if the shape is unknown."""
     if not (rows and columns and processors):
         return 1.0
     tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
@@ -130,5 +145,7 @@ def waves(rows: int, columns: int, processors: int) -> float:
 
 
 def _issued(each: Operation, card: Card, rates: Rates) -> float:
+    # `instructions` covers 16 elements of a thread. A warp has 32 threads, and a processor four
+    # schedulers.
     slots = rates.issued * 4 * card.processors * card.clock
     return each.elements / 16 * rates.instructions / 32 / slots if slots else 0.0

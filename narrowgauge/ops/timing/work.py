@@ -1,8 +1,9 @@
-"""What one operation does: products in FLOPs, and the bytes that it reads and writes, each tensor once.
+"""FLOPs and bytes of one operation; each tensor is read or written once.
 
-torch's operators are seen by the dispatcher, our kernels by their launcher. FLOPs are those of torch.utils.flop_counter, of scaled and
-integer products, which it does not know, 2 m n k; of causal attention half. Views and buffers that nothing fills cost nothing. Of what is
-looked up in a table only what is found is counted.
+A dispatch mode reports torch's operators, and the launcher reports our kernels. FLOPs come from
+torch.utils.flop_counter. It lacks scaled and integer GEMMs, which count as 2 m n k. Causal
+attention counts half. Views and uninitialized buffers cost nothing. A table lookup counts only the
+elements that it reads.
 """
 
 from __future__ import annotations
@@ -19,26 +20,34 @@ from torch.utils._pytree import tree_leaves
 OPERANDS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float4_e2m1fn_x2: "fp4", torch.uint8: "fp8",
-}  # fmt: skip  # codes that a kernel of ours multiplies are bytes
-# Arguments of which a few elements are read, and those that are written and not read.
+}  # fmt: skip  # uint8: codes that our own GEMM kernels read
+# Operators that read a few elements of one argument, and its position.
 LOOKED_UP = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
+# Operators that write their first argument without reading it.
 FILLED = ("copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_")
 FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_local_scalar_dense", "lift_fresh")
-MAXIMA = ("amax", "maxima")  # read and write no codes
-# Products that tell of themselves, [m, k] and [n, k] first: torch does not know those of cuBLAS under fake tensors.
+MAXIMA = ("amax", "maxima")  # kernels that read x and write no codes
+# GEMMs that report themselves, with [m, k] and [n, k] first: torch cannot run those of cuBLAS under
+# fake tensors.
 PRODUCTS = {"block_mm": "blocks", "int4_mm": "fast", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
-READS_TWICE = ("amax_and_cast",)  # its first argument: for the maximum, and to cast it
-SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed whole matrices and as a rule touch none
+# It reads its first argument for the maximum, and again to cast it.
+READS_TWICE = ("amax_and_cast",)
+# Our kernels that receive whole matrices and usually read none.
+SETTLES = ("settle_both", "settle_stepped")
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """kind: products, attention, casts or elementwise. operands: what is multiplied, a key of `Card.peak`, or "". own: a kernel of ours.
+    """Cost of one operation.
 
-    sums           of products in 8 bits: "fast", "split" where they leave the tensor core early, "blocks" where a scale multiplies each
-                   part, "mx" where the tensor core does that
-    rows, columns  of a product's result
-    elements       of what a kernel of ours casts
+    kind           "products" (GEMMs), "attention", "casts" or "elementwise"
+    operands       operand type of a GEMM, a key of `Card.peak`, or ""
+    own            True for our kernels
+    sums           accumulation of an 8-bit GEMM: "fast"; "split": partial sums leave the tensor
+                   core early; "blocks": a scale multiplies each partial sum; "mx": the tensor core
+                   multiplies by scales
+    rows, columns  shape of a GEMM's result
+    elements       number of elements that a narrowgauge kernel casts
     """
 
     phase: int
@@ -55,7 +64,7 @@ class Work:
 
 
 def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Work | None:
-    """One of torch's operators, called; None if it runs nothing."""
+    """Return the work of a call of a torch operator, or None if it runs nothing."""
     how = _how(func)
     if how.idle:
         return None
@@ -76,6 +85,7 @@ def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         for each in tree_leaves(_argument(how, place, args, kwargs))
         if isinstance(each, Tensor)
     )
+    # A lookup reads as many elements of the table as it writes.
     if looked_up is not None:
         read += written
     kind = _kind(how.name, flops)
@@ -95,13 +105,14 @@ def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
-    """A launch of our own. kernel: its module and name."""
+    """Return the work of one launch of a narrowgauge kernel. kernel: its module and name."""
     tensors = list(tensors)
     name, flops, operands, m, n = kernel.rsplit(".", 1)[-1], 0, "", 0, 0
     if name in PRODUCTS:
         (m, k), n = tensors[0].shape, tensors[1].shape[0]
         operands = "int4" if name == "int4_mm" else OPERANDS[tensors[0].dtype]
-        flops = 2 * m * n * k * (2 if operands in ("fp4", "int4") else 1)  # two to a byte
+        # Packed operands have two codes per byte.
+        flops = 2 * m * n * k * (2 if operands in ("fp4", "int4") else 1)
     nbytes = 0 if name in SETTLES else sum(map(_span, tensors)) + sum(map(_span, tensors[: name in READS_TWICE]))
     kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
     is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
@@ -112,7 +123,14 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
 
 @dataclass(frozen=True)
 class _How:
-    """What is known of an operator before it is called. writes: places of the arguments that it changes."""
+    """Facts about an operator that do not depend on its arguments.
+
+    writes     positions of the arguments that the operator modifies
+    names      names of the arguments
+    idle       True if it runs nothing
+    fills      True if it writes its first argument without reading it
+    looked_up  position of the argument that is a lookup table, or None
+    """
 
     name: str
     idle: bool
@@ -127,7 +145,8 @@ def _how(func: Any) -> _How:
     schema = func._schema
     name = schema.name.split("::")[-1]
     changed = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
-    if name.startswith("_fused_") and len(changed) > 1:  # gradients, which only a scale given with them changes
+    # Its schema marks gradients as written, but only a grad_scale writes them.
+    if name.startswith("_fused_") and len(changed) > 1:
         changed[1] = False
     writes = tuple(at for at, each in enumerate(changed) if each)
     views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
@@ -141,7 +160,7 @@ def _argument(how: _How, place: int, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _span(x: Tensor) -> int:
-    """Bytes of its elements; of one that is expanded those that there are."""
+    """Return the bytes of a tensor's elements, or of its storage if it is expanded."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 

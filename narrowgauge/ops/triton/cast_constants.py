@@ -1,4 +1,4 @@
-"""What a kernel is compiled with: a Cast as numbers that the device functions read."""
+"""Compile-time constants of a kernel: a Cast as numbers that the device functions read."""
 
 from __future__ import annotations
 
@@ -17,36 +17,41 @@ TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 @dataclass(frozen=True)
 class CastConstants:
-    """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept."""
+    """Compile-time constant of a kernel that describes a cast.
 
-    exponent: int  # of a float format, as mantissa and bias; 0: integers
+    It is frozen and has only plain values, because Triton includes it in the cache key of a binary.
+    """
+
+    exponent: int  # exponent bits of a float format, with mantissa and bias; 0 for integers
     mantissa: int
     bias: int
-    bits: int  # of a code
-    largest: float  # magnitude
-    has_nan: bool  # whether a NaN has a code
-    decoded: bool  # whether the decoded values are stored, in a float type, instead of codes
-    stochastic: bool  # rounding up with the probability of the fraction; else to nearest, ties to even
-    hardware: bool  # with the GPU's own conversions, where Triton compiles to them
-    interpreted: (
-        bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
-    )
-    power: bool  # whether scales are powers of two
-    carry: int  # what is added to the bits of amax before its exponent is taken
+    bits: int  # bits of a code
+    largest: float  # largest magnitude of the format
+    has_nan: bool  # True if NaN has a code
+    decoded: bool  # True: store decoded values in a float dtype instead of codes
+    # True: round up with the probability of the fraction; else to nearest, ties to even.
+    stochastic: bool
+    hardware: bool  # True: use the GPU's own conversions, where Triton compiles to them
+    # True for Triton's interpreter. Its fma rounds the product, and its bfloat16 products are wrong
+    # (3.9).
+    interpreted: bool
+    power: bool  # True if scales are powers of two
+    carry: int  # added to the bits of amax before its exponent is read
     log2: int  # floor(log2 largest)
-    lowest_exponent: int  # log2 of the smallest scale, of two levels of the smallest of a tensor
-    headroom: float  # what the scale is multiplied by before its reciprocal is taken
-    two_level: bool  # whether scales are e4m3 numbers beside a float32 of the tensor
-    ceils: bool  # whether these are rounded up
+    # log2 of the smallest scale; under two-level rules, of the smallest scale of a tensor.
+    lowest_exponent: int
+    headroom: float  # factor of the scale before its reciprocal is taken
+    two_level: bool  # True if scales are e4m3 numbers beside a float32 scale of the tensor
+    ceils: bool  # True if the e4m3 scales are rounded up
 
     @property
     def packed(self) -> bool:
-        """Whether two codes share a byte."""
+        """True if two codes share a byte."""
         return self.bits == 4 and not self.decoded
 
 
 def refuse(cast: Cast) -> Refusal | None:
-    """Why the device functions do not know this cast, or None."""
+    """Return the reason why the device functions do not support this cast, or None."""
     if not isinstance(cast.format, FloatFormat | IntFormat):
         return Refusal("format", f"computes floats and integers, not the levels of {cast.format}")
     if cast.scale.two_level and WHOLE in cast.tile:
@@ -55,6 +60,7 @@ def refuse(cast: Cast) -> Refusal | None:
         return Refusal(
             "scale", f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
         )
+    # Kernels omit the limit of 2^126, which only formats with a smaller largest value can reach.
     if cast.format.max < 4:
         return Refusal("format", f"does not end scales at 2^126, where {cast.format} saturates")
     return None
@@ -62,7 +68,7 @@ def refuse(cast: Cast) -> Refusal | None:
 
 @cache
 def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False) -> CastConstants:
-    """For a GPU of this compute capability; (0, 0): for the interpreter."""
+    """Return the constants for a GPU's compute capability; (0, 0) stands for the interpreter."""
     format = cast.format
     return CastConstants(
         exponent=format.exponent if isinstance(format, FloatFormat) else 0,

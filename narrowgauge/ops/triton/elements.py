@@ -1,10 +1,15 @@
-"""Rounding to an element of a format inside a kernel, to the bit as `formats` does it. C: see `CastConstants`.
+"""Rounding to an element of a format inside a kernel, bit-identical to `formats`.
 
-With C.hardware the GPU's own conversion to e4m3 and e5m2, which saturates and keeps NaN as ours does; else in integer
-arithmetic, for shift = 23 - mantissa and |y| no larger than the format's largest:
+C: see `CastConstants`.
 
-    normal     (bits + 2^(shift-1) - 1 + lowest kept bit) >> shift, less the difference of the biases     ties to even
-    subnormal  the low bits of |y| + 2^(24 - bias - mantissa), whose unit is the format's smallest        float32 rounds them
+With C.hardware the GPU converts to e4m3 and e5m2; its conversions saturate and keep NaN as ours do.
+Otherwise the code is computed in integer arithmetic, with shift = 23 - mantissa and |y| at most the
+format's largest value:
+
+    normal     (bits + 2^(shift-1) - 1 + lowest kept bit) >> shift, minus the difference of the
+               biases: ties to even
+    subnormal  the low bits of |y| + 2^(24 - bias - mantissa), whose unit is the format's smallest:
+               float32 rounds
 """
 
 import triton
@@ -13,21 +18,25 @@ import triton.language as tl
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| as int32, ordered as magnitudes are, NaN last; x float32, bfloat16 or float16."""
+    """Return the bits of |x| as int32, ordered like the magnitudes, with NaN last.
+
+    x  float32, bfloat16 or float16
+    """
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def negated(x):
-    """-x of floats; before Triton 3.9 the operator is 0 - x, which loses the sign of zero."""
+    """Return -x of floats."""
+    # Before Triton 3.9 the operator is 0 - x, which loses the sign of zero.
     return x * -1.0
 
 
 @triton.jit
 def encode(y, noise, C: tl.constexpr):
-    """y float32 -> codes as uint8 of the same shape, or their values as float32 where C.decoded.
+    """Encode y float32 as codes uint8 of the same shape, or as their values float32 if C.decoded.
 
-    noise  float32 in [0, 1) where C.stochastic, else unused
+    noise  float32 in [0, 1) if C.stochastic, else unused
     """
     if C.stochastic and C.exponent > 0:
         y = _round_stochastically(y, noise, C)
@@ -42,7 +51,7 @@ def encode(y, noise, C: tl.constexpr):
 
 @triton.jit
 def decode(codes, C: tl.constexpr):
-    """codes uint8, one to a byte -> their values as float32."""
+    """Decode codes uint8, one per byte, to float32."""
     if C.exponent == 0:
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif C.hardware:
@@ -65,9 +74,10 @@ def _encode_integer(y, noise, C: tl.constexpr):
     if C.stochastic:
         below = tl.floor(clipped)
         clipped = below + (noise < clipped - below).to(tl.float32)
-    # Of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even.
+    # The low bits of 1.5 * 2^23 + y are y rounded to nearest, ties to even.
     whole = (clipped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-    return tl.where(y == y, whole, 0).to(tl.uint8)  # NaN has no code; the scale of the tile carries it
+    # NaN has no code; the scale of the tile carries it.
+    return tl.where(y == y, whole, 0).to(tl.uint8)
 
 
 @triton.jit
@@ -75,6 +85,8 @@ def _encode_float(y, C: tl.constexpr):
     SHIFT: tl.constexpr = 23 - C.mantissa
     UNIT: tl.constexpr = 24 - C.bias - C.mantissa
     magnitude = tl.minimum(tl.abs(y), C.largest)
+    # Integer arithmetic is exact on GPUs and in Triton's interpreter, whose casts to 8-bit floats
+    # are not (3.9).
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + (2 ** (SHIFT - 1) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - C.bias) << C.mantissa)
     subnormal = (magnitude + 2.0**UNIT).to(tl.int32, bitcast=True) - ((UNIT + 127) << 23)
@@ -82,17 +94,21 @@ def _encode_float(y, C: tl.constexpr):
     codes = tl.where(y == y, codes, 0x7F if C.has_nan else 0)
     sign = (y.to(tl.int32, bitcast=True) >> 31) & 1
     if not C.has_nan:
-        sign = tl.where(y == y, sign, 0)  # or it would be the device's
+        sign = tl.where(y == y, sign, 0)  # otherwise the sign of a NaN would depend on the device
     return (codes | (sign << (C.bits - 1))).to(tl.uint8)
 
 
 @triton.jit
 def _round_stochastically(y, noise, C: tl.constexpr):
-    """The neighbour above with the probability of the distance from the one below; NaN and the sign of zero stay."""
+    """Round up with the probability of the distance from the neighbour below.
+
+    NaN and the sign of zero are kept.
+    """
     clipped = tl.minimum(tl.maximum(y, -C.largest), C.largest)
     power = tl.maximum(clipped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - C.bias) << 23)
     gap_bits = power - (C.mantissa << 23)
-    gaps = clipped * ((254 << 23) - gap_bits).to(tl.float32, bitcast=True)  # times 1 / gap: exact
+    # Multiplies by 1 / gap, a power of two: exact.
+    gaps = clipped * ((254 << 23) - gap_bits).to(tl.float32, bitcast=True)
     below = tl.floor(gaps)
     chosen = (below + (noise < gaps - below).to(tl.float32)) * gap_bits.to(tl.float32, bitcast=True)
     sign = y.to(tl.int32, bitcast=True) & -0x80000000
@@ -102,6 +118,6 @@ def _round_stochastically(y, noise, C: tl.constexpr):
 
 @triton.jit
 def pack(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """4-bit codes uint8 [ROWS, COLUMNS] -> [ROWS, COLUMNS / 2], the first of two in the low nibble."""
+    """Pack 4-bit codes uint8 [ROWS, COLUMNS] -> [ROWS, COLUMNS / 2], first in the low nibble."""
     first, second = tl.split(tl.reshape(codes & 0xF, (ROWS, COLUMNS // 2, 2)))
     return first | (second << 4)

@@ -1,7 +1,8 @@
-"""Starting a kernel, and what kernels take together: one argument for a matrix, for what is written of it, for the state of a window.
+"""Launch kernels, and structure their arguments.
 
-Triton takes named tuples apart when it compiles: each pointer and number keeps its own alignment, and what is None is not there at all,
-so a kernel asks `codes is not None` where a flag would say the same twice.
+The structures are a matrix, one orientation of a result, and an amax state. Triton flattens named
+tuples when it compiles. Each pointer and number keeps its own alignment, and None disappears. A
+kernel can therefore test `codes is not None`, and needs no flag beside it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from narrowgauge.ops.triton.replay import RECORDING
 
 
 class KernelName:
-    """The name of a kernel, for a dry run, which counts it instead of launching it."""
+    """Name of a kernel, for a dry run, which reports it instead of launching it."""
 
     def __init__(self, module: str, name: str) -> None:
         self.__module__, self.__name__ = module, name
 
 
 class Kernels:
-    """The kernels of a module that imports Triton, as attributes. The module is imported at the first one that is launched.
+    """The kernels of a module that imports Triton, as attributes.
 
-    In a dry run, which launches none, an attribute is the `KernelName`: memory is counted without Triton too.
+    The module is imported at the first launch.
+
+    In a dry run, which launches nothing, an attribute is a `KernelName`: memory is predicted
+    without Triton too.
     """
 
     def __init__(self, module: str) -> None:
@@ -42,7 +46,11 @@ class Kernels:
 
 
 class Matrix(NamedTuple):
-    """data [rows, columns], rows `stride` elements apart, the elements of a row one after the other."""
+    """A matrix argument.
+
+    data    [rows, columns]; the elements of a row are contiguous
+    stride  distance of two rows in elements
+    """
 
     data: Any
     rows: Any
@@ -55,16 +63,22 @@ class Matrix(NamedTuple):
 
 
 class Orientation(NamedTuple):
-    """What is written of a matrix, or of its transpose, in that one's row-major order; None where it is not wanted."""
+    """Outputs for a matrix, or for its transpose, each row-major; None: not requested."""
 
-    codes: Any = None  # uint8, or decoded values
+    codes: Any = None  # uint8 codes, or decoded values
     scales: Any = None  # float32
-    maxima: Any = None  # int32, bits of the largest magnitudes by which it is cast, where they are known before
-    key: Any = None  # int64 [2] of the noise
+    maxima: Any = None  # int32, bits of the largest magnitudes, if they are known before the cast
+    key: Any = None  # int64 [2], key of the noise
 
 
 class AmaxState(NamedTuple):
-    """Delayed scaling: the window's live [3], maxima [PARTS] int32 of this tensor, and [1] float32 each of the amax and scale in use."""
+    """Buffers of delayed scaling.
+
+    live    [3] amax state
+    maxima  int32 [PARTS] of this tensor
+    amax    [1] float32, the amax that sets the scale
+    scale   [1] float32, the scale
+    """
 
     live: Any
     maxima: Any
@@ -73,10 +87,14 @@ class AmaxState(NamedTuple):
 
 
 def zeros_left_zero(count: int, device: torch.device, written: int = 0) -> Tensor:
-    """int32 [count], zero: what programs of a kernel count by, and leave zero, so that no launch has to clear it.
+    """Return int32 [count] of zeros, which a kernel uses as counters and resets to zero.
 
-    One for each stream, whose kernels run one after another; in a CUDA graph, whose replays may lie on any, one for each launch.
-    written: so many in front are no part of that: the kernel writes them before it reads them
+    No launch has to clear them. There is one buffer per stream, since the kernels of a stream run
+    one after another. In a CUDA graph there is one per launch, because replays may run on any
+    stream.
+
+    written  number of leading elements that the kernel writes before it reads them; they need not
+             be zero
     """
     if (recording := RECORDING.get()) is not None:
         return recording.made(partial(_zeros_of_stream, count, device, written, {}))
@@ -84,14 +102,16 @@ def zeros_left_zero(count: int, device: torch.device, written: int = 0) -> Tenso
 
 
 def _zeros_of_stream(count: int, device: torch.device, written: int, known: dict[int, Tensor]) -> Tensor:
-    """known: by stream, for a call that is made again."""
+    """Return the buffer of the current stream. known: buffers by stream, for a replayed call."""
     stream = 0
     if device.type == "cuda":
         if torch._C._cuda_isCurrentStreamCapturing():
             return torch.zeros(count, dtype=torch.int32, device=device)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # without a Stream around it
+        # Cheaper than torch.cuda.current_stream, which makes a Stream.
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
     if (found := known.get(stream)) is None:
         found = _kept_zeros(count, device, written, stream)
+        # A fake tensor must not be kept: later real calls would receive it.
         if type(found) is Tensor:
             known[stream] = found
     return found
@@ -106,9 +126,11 @@ def _kept_zeros(count: int, device: torch.device, written: int, stream: int) -> 
 def launch(
     kernel: Any, programs: int, *arguments: Any, warps: int, reached: Callable[[], Iterable[Tensor]] = list, **constants: Any
 ) -> None:  # fmt: skip
-    """Runs `kernel` by so many programs of so many warps, on the device of its tensors; nothing where there are none.
+    """Launch `kernel` with so many programs and warps, on the device of its tensors.
 
-    Without contraction of products and sums. reached: tensors whose addresses it finds in a table, for a dry run.
+    reached  returns the tensors whose addresses the kernel finds in a table, for a dry run
+
+    Nothing is launched for zero programs.
     """
     if programs == 0:
         return
@@ -117,7 +139,10 @@ def launch(
         tell_launch(f"{kernel.__module__}.{kernel.__name__}", [*tensors, *reached()])
         return
     refuse_wrappers(*tensors)
+    # No contraction of products and sums: it is on by default in Triton 3.9 and off in 3.10, and
+    # would change roundings.
     options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
+    # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(tensors[0]):
         if (recording := RECORDING.get()) is not None:
             recording.launch(kernel, programs, arguments, options)
@@ -126,7 +151,7 @@ def launch(
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among them, and in tuples among them."""
+    """Yield the tensors among the arguments, including those in tuples."""
     for each in arguments:
         if isinstance(each, Tensor):
             yield each

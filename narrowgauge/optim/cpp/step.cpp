@@ -100,7 +100,7 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
 // One that works on vectors has decode_vector and encode_vector, and takes the loop over a block from ByVector.
 
 struct Format {
-  static constexpr bool IS_NARROW = true, EXPANDS = false;
+  static constexpr bool IS_NARROW = true, EXPANDS = false, DECAYS = true;  // DECAYS: encode reads where a first moment only decays
   F scale, inverse, finite_scale;  // the last is 0 for NaN
   int log_k;
   Format(float scale, int log_k)
@@ -140,6 +140,7 @@ struct Wide : Format {  // in place: there is nothing to decode
 // both ways take 16-bit whole numbers, two vectors of float32 at once. A product with the scale gives the same bits: no number that
 // a code above 0 stands for is below 2^-125.
 struct SignedE5M2 : Format {
+  static constexpr bool DECAYS = false;
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
   H base, poison;  // the code of a magnitude is its upper half >> 5, less `base`; poison: NaN, or 0
@@ -149,13 +150,17 @@ struct SignedE5M2 : Format {
     const H c = signed_bytes(codes), size = (c & 0x7F) << 5;
     from_upper(((size + (base << 5)) & (size > 0)) | (c & shorts(INT16_MIN)) | poison, x);
   }
-  template <bool DRAWS> void encode(uint8_t* codes, const F* x, const U* random, H decays, F* kept) const {
+  template <bool DRAWS> void encode(uint8_t* codes, const F* x, const U* random, H, F* kept) const {
     const H seen = upper(x);
-    H size = (seen & INT16_MAX) + (~decays & 16);
+    H size;
     if (DRAWS) {
       F drawn[PARTS];
       for (int p = 0; p < PARTS; p++) drawn[p] = value(bits(magnitude(x[p])) + I(random[p] * 32) + 16);
       size = upper(drawn);
+    } else {
+      I few[PARTS];  // random bits for the five that the upper halves drop
+      for (int p = 0; p < PARTS; p++) few[p] = I(random[p] & 31);
+      size = (seen & INT16_MAX) + saturated(few);
     }
     const H code = larger((size >> 5) - base, H{});
     store_bytes(codes, code | ((seen >> 8) & 0x80));
@@ -166,7 +171,7 @@ struct SignedE5M2 : Format {
 struct Tapered : Format {  // the logarithm of a distance in octaves, see moments.py
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
-  static constexpr int DISTANCE = (127 + 4) << 23, SHIFT = 17, TOP = ((127 + 25) << (23 - SHIFT)) + 255;
+  static constexpr int DISTANCE = (127 + 5) << 23, SHIFT = 17, TOP = ((127 + 25) << (23 - SHIFT)) + 16 + 255;
   using Format::Format;
   void decode(const uint8_t* codes, F* x) const {
     for (int p = 0; p < PARTS; p++) {
@@ -224,6 +229,10 @@ template <bool SIGNED, bool EXPANDED> struct Small : ByVector<Small<SIGNED, EXPA
     if (SIGNED && !DRAWS) {
       const F shift = value(larger(bits(y) & 0x7F800000, integers(121 << 23))) * 0x1.8p20f;
       code = below(decays ? y : (y + shift) - shift);
+    } else if (EXPANDS && !SIGNED && log_k < 0) {
+      const I normal = ((bits(y) + I(random << 4)) >> 20) - (120 << 3);
+      const I subnormal = to_integer(y * 0x1p9f + uniform(random));
+      code = y < 0x1p-6f ? subnormal : normal;
     } else {
       const I low = below(y);
       const F from = share(low), to = share(low + 1);
@@ -512,7 +521,7 @@ template <class RULE, class FIRST, class SECOND> void encode(const Job& job, con
     block_noise(key, start + uint32_t(i / BLOCK), random);
     if constexpr (FIRST::IS_NARROW) {
       for (int p = 0; p < PARTS; p++) m[p] = load<F>(tile.m + i + p * LANES);
-      first.template encode<RULE::DRAWS>(to_first, m, random, load<H>(tile.decays + i), kept);
+      first.template encode<RULE::DRAWS>(to_first, m, random, FIRST::DECAYS ? load<H>(tile.decays + i) : H{}, kept);
       if constexpr (HALVES) {
         if (steps)
           for (int p = 0; p < PARTS; p++) {
@@ -586,7 +595,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
         store(tile.v + i + part, y);
       }
     }
-    if constexpr (FIRST::IS_NARROW && !RULE::DRAWS) store(tile.decays + i, saturated(all_decays));
+    if constexpr (FIRST::IS_NARROW && FIRST::DECAYS && !RULE::DRAWS) store(tile.decays + i, saturated(all_decays));
   };
   const int whole = n / BLOCK * BLOCK, rest = n - whole;
   for (int i = 0; i < whole; i += BLOCK)

@@ -7,8 +7,9 @@ when a tensor is new, and what changes at every step (addresses of gradients, co
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
 Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
-E4M3 has 8 in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well
-(`ops.quantize.precast_weight`) in rows that cannot be loaded 16 bytes at a time, in float32, or beside noise or a scaled master.
+E4M3 has 8 in a thread: with 16 it takes 254 of the 255 registers there are. So have narrow first moments in rows that cannot be loaded
+16 bytes at a time, whose rounding errors wait in registers until the weight is written, and a weight whose cast is left as well
+(`ops.quantize.precast_weight`) in such rows, in float32, or beside noise or a scaled master.
 Its programs are 8 rows of 256 elements, so runs of w.T are 8 bytes. Of 16 rows in 8 warps they would be 16, but with 160 to 200
 registers a thread such a program is alone on its multiprocessor. Not measured on a GPU yet.
 """
@@ -89,6 +90,7 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
         casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
     wide_weight = kind.weight == torch.float32 and kind.master is None
     crowded = casts == CODES and (not kind.aligned or wide_weight or kind.master in ("stochastic", "fp16-scaled"))
+    crowded |= not kind.aligned and kind.first.has_scale
     elements = EXPANDING_ELEMENTS if kind.first.expands or kind.second.expands or crowded else ELEMENTS
     return Form(
         rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
@@ -234,7 +236,8 @@ def batches_of(
             if not makes:
                 raise ConfigError(
                     "optim: a CUDA graph is captured of other parameters than those that stepped before. Run one step of the same "
-                    "parameters before the capture."
+                    "parameters before the capture.",
+                    code="optim.other-parameters",
                 )
             kept[key] = Batch(form_of_step(members[0]), members)
         found.setdefault(device, []).append(kept[key])

@@ -165,7 +165,7 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
         if DRAWS:
             size += noise * 32 + 16
         else:
-            size += tl.where(decays, 0, 1 << 20)
+            size += (noise & 31) << 16
         codes = tl.maximum((size >> 21) - BELOW, 0) | (((bits_of(x) >> 31) & 1) << 7)
     elif M.kind == TAPERED8:
         distance = (0 - bits_of(x * inverse) + DISTANCE).to(tl.float32)
@@ -214,6 +214,11 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRA
             below = _value(low, log_k, tables, M, M.mantissa, M.bias, M.top)
             above = _value(low + 1, log_k, tables, M, M.mantissa, M.bias, M.top)
             codes = low + (below + uniform(noise) * (above - below) < share).to(tl.int32)
+            if M.expands and not M.signed:
+                normal = ((bits_of(y) + (noise << 4)) >> 20) - ((127 - M.bias) << M.mantissa)
+                subnormal = (y * 2.0 ** (M.bias + M.mantissa - 1) + uniform(noise)).to(tl.int32)
+                drawn = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
+                codes = tl.where(log_k[:, None] < 0, drawn, codes)
         else:
             normal = bits_of(y) + (noise >> (M.mantissa - 7))  # 13 bits for the 13 that float16 drops
             normal = (normal >> (23 - M.mantissa)) - ((127 - M.bias) << M.mantissa)

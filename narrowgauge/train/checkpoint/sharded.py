@@ -45,12 +45,15 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
 
     def prepare() -> dict[str, Any]:
         if not 0 <= step < 10**8 or FACTS in tensors:
-            raise CheckpointError(f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.")
+            raise CheckpointError(
+                f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.", code="checkpoint.step"
+            )
         for name, tensor in local(tensors.get("weights", {})).items():
             if count := nonfinite(tensor):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite. "
-                    "Resume from the last checkpoint with a lower learning rate or a wider recipe."
+                    "Resume from the last checkpoint with a lower learning rate or a wider recipe.",
+                    code="weights.not-finite",
                 )
         return {group: dict(members) for group, members in tensors.items() if rank == 0 or group not in OF_FIRST_RANK}
 
@@ -113,7 +116,8 @@ def newest_valid(
     if skipped:
         reasons = "\n".join(f"  {reason}" for _, reason in skipped)
         raise CheckpointError(
-            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}"
+            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}",
+            code="checkpoint.none-intact",
         )
     return None, []
 

@@ -104,7 +104,8 @@ def unusable(where: str) -> Iterator[None]:
         raise CheckpointError(
             f"{where}: does not fit this run: {str(error).rstrip('.')}. Narrow states of matrices that tp cuts go on with that tp alone: "
             "resume with the parallel and states that wrote it, or branch with others: --from RUN@STEP --states fp32. If nothing was "
-            "changed, it is damaged: restore it, or remove it to go on from an older one."
+            "changed, it is damaged: restore it, or remove it to go on from an older one.",
+            code="checkpoint.unfit",
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         if is_lost(error):
@@ -112,7 +113,8 @@ def unusable(where: str) -> Iterator[None]:
         words = f"{type(error).__name__} {error}" if isinstance(error, KeyError | AttributeError) else str(error)
         raise CheckpointError(
             f"{where}: holds a state that no run writes: {words.rstrip('.')}. "
-            "Restore the checkpoint, or remove it to go on from an older one."
+            "Restore the checkpoint, or remove it to go on from an older one.",
+            code="checkpoint.state",
         ) from error
 
 
@@ -180,7 +182,8 @@ def refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: 
     ]
     if differences:
         raise CheckpointError(
-            f"{where}: a checkpoint of another model or recipe: {_few(differences)}. Resume with the settings that wrote it."
+            f"{where}: a checkpoint of another model or recipe: {_few(differences)}. Resume with the settings that wrote it.",
+            code="checkpoint.other-model",
         )
 
 

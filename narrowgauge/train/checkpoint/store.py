@@ -71,7 +71,9 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     of the same step is replaced.
     """
     if not 0 <= step < 10**8:
-        raise CheckpointError(f"save: step {step} is not from 0 to 99999999. Count optimizer steps.")
+        raise CheckpointError(
+            f"save: step {step} is not from 0 to 99999999. Count optimizer steps.", code="checkpoint.step"
+        )
     _refuse_unstorable(tensors)
     ties = {group: _ties(members) for group, members in tensors.items()}
     facts_json = _facts_json(facts)
@@ -92,7 +94,8 @@ def _refuse_unstorable(tensors: Tensors) -> None:
     for group, members in tensors.items():
         if not manifest.GROUP.fullmatch(group):
             raise CheckpointError(
-                f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'."
+                f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'.",
+                code="checkpoint.group",
             )
         for name, tensor in members.items():
             reason = ""
@@ -110,12 +113,14 @@ def _refuse_unstorable(tensors: Tensors) -> None:
                 reason = "is a name that safetensors reserves or cannot hold"
             if reason:
                 raise CheckpointError(
-                    f"save: {f'{group}: {name}'!r} {reason}. Store plain dense tensors, as `uint8` codes if need be."
+                    f"save: {f'{group}: {name}'!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.",
+                    code="checkpoint.tensor-kind",
                 )
             if group == "weights" and (count := nonfinite(tensor)):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
-                    "Resume from the last checkpoint with a lower learning rate or a wider recipe."
+                    "Resume from the last checkpoint with a lower learning rate or a wider recipe.",
+                    code="weights.not-finite",
                 )
 
 
@@ -151,11 +156,14 @@ def _facts_json(facts: dict[str, Any]) -> bytes:
         data = json.dumps(facts, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables."
+            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables.", code="checkpoint.facts"
         ) from None
     # JSON turns tuples into lists and int keys into text: refuse facts that would not round-trip.
     if json.loads(data) != facts:
-        raise CheckpointError("save: the facts would come back changed. Use lists for tuples and text for keys.")
+        raise CheckpointError(
+            "save: the facts would come back changed. Use lists for tuples and text for keys.",
+            code="checkpoint.facts-changed",
+        )
     return data
 
 
@@ -217,7 +225,8 @@ def load(path: Path) -> Checkpoint:
             tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+            f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
+            code="checkpoint.contents",
         ) from error
     refuse_nonfinite(tensors, path)
     return Checkpoint(listing.step, tensors, facts, path)
@@ -241,7 +250,8 @@ def refuse_nonfinite(tensors: Tensors, path: Path) -> None:
         if count := nonfinite(tensor):
             raise CheckpointError(
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
-                "Restore the checkpoint, or remove it to go on from an older one."
+                "Restore the checkpoint, or remove it to go on from an older one.",
+                code="weights.not-finite",
             )
 
 
@@ -262,7 +272,8 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
     if skipped:
         reasons = "\n".join(f"  {reason}" for _, reason in skipped)
         raise CheckpointError(
-            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}"
+            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}",
+            code="checkpoint.none-intact",
         )
     return None, []
 
@@ -296,7 +307,8 @@ class Best:
             return False
         if self.metric not in found:
             raise ConfigError(
-                f"best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'."
+                f"best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'.",
+                code="train.best",
             )
         value = float(found[self.metric])
         sign = -1 if self.metric in LOWER_IS_BETTER else 1

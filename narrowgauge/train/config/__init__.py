@@ -1,1 +1,1 @@
-"""The configuration of a run: settings, their checks, and the file they come from."""
+"""Configuration of a training run: settings, their checks, and the TOML file."""

@@ -1,4 +1,4 @@
-"""Rules between the settings of the model, the data and the task, once each value is right by itself."""
+"""Rules between the settings of model, data and task, checked after each value on its own."""
 
 from narrowgauge.train.config.data_settings import DataSettings
 from narrowgauge.train.config.rules import Check, is_set
@@ -6,12 +6,12 @@ from narrowgauge.train.config.task_names import METRICS, PICTURES
 
 
 def task_checks(c: DataSettings) -> list[Check]:
-    """Of the model and the data."""
+    """Rules for model and data: (broken, keys, message) each."""
     is_table = c.task != "text"
     return [
         (c.from_scratch and not c.model, "from_scratch",
          "from_scratch = true: needs model. Without it the model always starts from random weights."),
-        # Rotary embeddings turn pairs, so the width of a head is even.
+        # Rotary embeddings rotate pairs of features, so a head's width must be even.
         (not c.model and c.hidden_size % (2 * c.heads), "hidden_size heads",
          f"hidden_size = {c.hidden_size}: must be a multiple of 2 * heads = {2 * c.heads}."),
         (not c.model and c.kv_heads and c.heads % c.kv_heads, "kv_heads heads",
@@ -38,11 +38,11 @@ def task_checks(c: DataSettings) -> list[Check]:
     ]  # fmt: skip
 
 
-MOST_CLASSES = 1_000_000  # a head of so many rows of 4096 has 16 GB
+MOST_CLASSES = 1_000_000  # a float32 head with 1,000,000 rows of width 4096 takes 16 GB
 
 
 def _own_checks(c: DataSettings) -> list[Check]:
-    """Of answers, tags and choices."""
+    """Rules of question answering, tagging and multiple choice."""
     answers, tags, choices = (c.task == name for name in ("question-answering", "tagging", "multiple-choice"))
     return [
         *((answers and not getattr(c, key), key, f"{key} = '': question-answering needs the column of both, question and context.")
@@ -52,6 +52,7 @@ def _own_checks(c: DataSettings) -> list[Check]:
          "leaves no room for its context. Take 'error' or 'skip'."),
         (choices and not c.question_column and not c.context_column, "question_column context_column",
          "question_column = '': context_column is empty too, so nothing is asked. Name one of them."),
+        # [:20] first: int() of more than 4,300 digits raises ValueError since Python 3.11.
         (c.classes.strip().isdecimal() and int(c.classes.strip()[:20]) > MOST_CLASSES, "classes",
          f"classes = {c.classes!r}: at most {MOST_CLASSES:,} classes. Give their number, or their names with commas."),
         (tags and c.classes.strip().isdecimal(), "classes",

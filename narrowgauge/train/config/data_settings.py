@@ -1,6 +1,7 @@
-"""What a run learns: the settings of the model, of the data and of the task, and which metrics choose its best weights.
+"""Settings of the model, the data and the task, and the metrics that can select the best weights.
 
-A task is one entry in `task_names`, and settings of its own with `tasks=`. The rules between settings are in `data_checks`.
+To add a task, add an entry to `task_names` and mark its own settings with `tasks=`. Rules between
+settings are in `data_checks`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from narrowgauge.train.config.task_names import METRICS, PICTURES, READING, TASK
 
 BEST = ("", "none", "loss", *dict.fromkeys(name for names in METRICS.values() for name in names))
 MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
-TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
+# READING[1:] leaves out running text, which has no table.
+TABLES, CHATS, CLASSES, PAIRS = (
     partial(TASK, tasks=tasks) for tasks in (READING[1:], ("causal-lm",), ("classification",), ("seq2seq",))
 )
 ANSWERS, TAGS, CHOICES = ("question-answering",), ("tagging",), ("multiple-choice",)
@@ -20,7 +22,7 @@ IMAGES = partial(TASK, tasks=PICTURES)
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The first part of `settings.TrainConfig`, and of no use alone."""
+    """Base class of `settings.TrainConfig`; not used alone."""
 
     # fmt: off
     model: str = MODEL("", "Local folder or hub name of a model; empty: a Llama, or for images a ViT, of the sizes below.")

@@ -1,13 +1,18 @@
-"""How a run is spread over ranks, as the setting `parallel` says it: "fsdp=4", "dp=2,fsdp=4", "fsdp". Without torch, for a quick --help.
+"""Parser of the setting `parallel`: "fsdp=4", "dp=2,fsdp=4", "fsdp".
 
-    dp    copies of the model, which read other data (DistributedDataParallel); ddp is the same
-    fsdp  ranks among which the weights, gradients and optimizer states of a copy are cut, and which read other data too (FSDP2)
-    tp    ranks that share each matrix product, and read the same data (tensor parallelism)
-    pp    stages of a pipeline
-    sp    no number: the ranks of tp have other tokens each between their products (sequence parallelism), as "tp=2,sp"
+    dp    model replicas that read different data (DistributedDataParallel); ddp is a synonym
+    fsdp  ranks that shard a replica's weights, gradients and optimizer states, and read different
+          data (FSDP2)
+    tp    ranks that share each matmul and read the same data (tensor parallelism)
+    pp    pipeline stages
+    sp    without a number: ranks of tp hold different tokens between matmuls (sequence
+          parallelism), as "tp=2,sp"
 
-Ranks are numbered stage after stage, in each of them copy after copy; those of a group of tp are neighbours. The product is the number of
-ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
+The product of the sizes is the number of ranks. One key may omit its number and gets the remaining
+ranks. An empty setting means "dp". Ranks are numbered by stage, then by replica, then within the tp
+group, so ranks of a tp group are neighbours.
+
+Imports no torch, so that --help is quick.
 """
 
 import math
@@ -18,12 +23,16 @@ from dataclasses import dataclass
 from narrowgauge.errors import ConfigError, closest
 
 KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
-REST = 0  # the size of a key without a number
+REST = 0  # size of a key without a number: all remaining ranks
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis."""
+    """Number of ranks along each axis.
+
+    dp, fsdp, tp, pp  sizes
+    sp                sequence parallelism
+    """
 
     dp: int = 1
     fsdp: int = 1
@@ -37,15 +46,16 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Groups of ranks that read other data than each other."""
+        """Number of groups that read different data."""
         return self.dp * self.fsdp
 
     def share(self, rank: int) -> tuple[int, int]:
-        """(number, count) of a rank's group among those that read other data."""
+        """(index, count) of the rank's group among the groups that read different data."""
+        # tp varies fastest: neighbours usually share a machine and its fast links.
         return rank // self.tp % self.data, self.data
 
     def readers(self, rank: int) -> list[int]:
-        """The ranks that read the same data as this one, itself among them: those of tp and of all stages."""
+        """Ranks that read the same data as `rank`, itself included: its tp group in all stages."""
         first = self.share(rank)[0] * self.tp
         return [first + stage * self.data * self.tp + place for stage in range(self.pp) for place in range(self.tp)]
 
@@ -56,13 +66,18 @@ class Layout:
 
 
 def layout(text: str, world: int) -> Layout:
-    """The sizes for `world` ranks. Raises ConfigError if they do not multiply to that, or if the text is wrong."""
+    """Sizes for `world` ranks.
+
+    Raises ConfigError if the text is invalid or their product is not `world`.
+    """
     sizes, has_own_tokens, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code="parallel.syntax")
     known = math.prod(size for size in sizes.values() if size != REST)
+    # left != 0: the named sizes do not divide the number of ranks.
     rest, left = divmod(world, known)
     sizes = {key: rest if size == REST else size for key, size in sizes.items()}
+    # The product also differs if no key is open and the text names fewer ranks than there are.
     if left or math.prod(sizes.values()) != world:
         factors = [str(size) for size in sizes.values() if size > 1]
         needed = " * ".join(factors) + f" = {known}" if len(factors) > 1 else str(known)
@@ -73,7 +88,8 @@ def layout(text: str, world: int) -> Layout:
             fitting = ",".join([fitting, *(f"{key}={size}" for key, size in kept.items())])
         raise ConfigError(
             f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. "
-            f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are."
+            f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are.",
+            code="parallel.ranks",
         )
     return _laid_out(sizes, has_own_tokens)
 
@@ -84,30 +100,30 @@ def _laid_out(sizes: Mapping[str, int], has_own_tokens: bool) -> Layout:
 
 
 def names(text: str, key: str) -> bool:
-    """Whether the text asks for more than one rank along `key`, or for those that are left."""
+    """True if the text asks for more than one rank along `key`, or leaves its size open."""
     return _read(text)[0].get(key, 1) != 1
 
 
 def is_open(text: str, key: str) -> bool:
-    """Whether the text leaves the size along `key` to the number of ranks."""
+    """True if the text leaves the size along `key` to the number of ranks."""
     return _read(text)[0].get(key) == REST
 
 
 def named(text: str) -> Layout:
-    """The sizes for as many ranks as the text names; a key without a number is 1."""
+    """Sizes for as many ranks as the text names; a key without a number counts as 1."""
     sizes, has_own_tokens, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code="parallel.syntax")
     return _laid_out({key: size or 1 for key, size in sizes.items()}, has_own_tokens)
 
 
 def problems(text: str) -> list[str]:
-    """What is wrong with the text whatever the number of ranks, in sentences."""
+    """Sentences about errors in the text that do not depend on the number of ranks."""
     return _read(text)[2]
 
 
 def _read(text: str) -> tuple[dict[str, int], bool, list[str]]:
-    """(sizes by key, whether sp is asked for, problems)."""
+    """Returns ({key: size}, sp, errors as sentences)."""
     sizes: dict[str, int] = {}
     has_own_tokens = False
     wrong = []

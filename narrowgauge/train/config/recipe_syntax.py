@@ -1,11 +1,19 @@
-"""The setting `recipes`: another recipe, or some products of one, for the layers that a pattern names.
+"""Parser of the setting `recipes`: other recipes for matching layers, or for their matmuls.
 
-    [recipes]                                               recipes = ["lm_head=bf16", "layers.1.down_proj=bf16:grad_weight"]
+In a file, as a table or as a list:
+
+    [recipes]
     "lm_head" = "bf16"
-    "layers.1.down_proj" = "bf16:grad_weight"               --recipes lm_head=bf16 --recipes layers.1.down_proj=bf16:grad_weight
+    "layers.1.down_proj" = "bf16:grad_weight"
 
-Products are named as in a switch, several with `+` between: `forward` is output, `backward` both gradients. What a recipe is called is
-looked up later, with torch.
+    recipes = ["lm_head=bf16", "layers.1.down_proj=bf16:grad_weight"]
+
+On the command line:
+
+    --recipes lm_head=bf16 --recipes layers.1.down_proj=bf16:grad_weight
+
+Matmuls are named as in `switch` and joined with `+`: `forward` is output, `backward` means both
+gradients. Recipe names are checked later, because that imports torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,9 +25,13 @@ PRODUCTS = {"forward": ALL[:1], "backward": ALL[1:], **{product: (product,) for 
 
 
 def table(entries: Iterable[str]) -> dict[str, str]:
-    """'pattern=recipe' entries as a table. ValueError for what is not of the form, or names a pattern twice."""
+    """Parses 'pattern=recipe' entries.
+
+    Raises ValueError for a malformed entry or a repeated pattern.
+    """
     found: dict[str, str] = {}
     for entry in entries:
+        # Splits at the first =; patterns contain none.
         pattern, equals, recipe = entry.partition("=")
         if not equals or pattern in found:
             raise ValueError(f"{entry!r} is not 'pattern=recipe', or names its pattern twice")
@@ -33,12 +45,12 @@ def recipe_of(value: str) -> str:
 
 
 def names(recipe: str, layers_recipe: Mapping[str, str]) -> set[str]:
-    """All that the settings `recipe` and `recipes` name."""
+    """Recipe names in the settings `recipe` and `recipes`."""
     return {recipe, *map(recipe_of, layers_recipe.values())}
 
 
 def refuse(value: str) -> str:
-    """What is wrong with the products in 'RECIPE:PRODUCTS', or ''."""
+    """Reason why the part after the colon of 'RECIPE:PRODUCTS' is invalid, or ''."""
     name, colon, words = value.partition(":")
     for word in words.split("+") if colon else ():
         if word not in PRODUCTS:

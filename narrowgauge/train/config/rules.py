@@ -1,6 +1,6 @@
-"""One setting: its entry in the table, its type, and the rule that its value has to obey.
+"""Declaration of a setting: its entry in the table, its type, and the rule for its value.
 
-Without torch, for a quick --help.
+Imports no torch, so that --help is quick.
 """
 
 import math
@@ -14,9 +14,9 @@ from narrowgauge.errors import closest
 from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.task_names import TASKS
 
-Problem = tuple[tuple[str, ...], str]  # the keys whose values break a rule; the message
-Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it, with spaces; the message
-TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
+Problem = tuple[tuple[str, ...], str]  # (keys whose values break a rule, message)
+Check = tuple[object, str, str]  # (truthy if broken, keys separated by spaces, message)
+TABLE = Mapping[str, str]  # type of a setting, besides bool, int, float and str
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,14 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A few names, or numbers."""
+    """One of a few names or numbers."""
 
     names: tuple[str, ...] | tuple[int, ...]
 
     def refuse(self, value: str | int) -> str:
         if value in self.names:
             return ""
+        # Suggest the nearest name for a typo.
         near = closest(str(value), map(str, self.names), limit=1) if isinstance(value, str) else ""
         return f"{self}{f'. Closest: {near}' if near else ''}"
 
@@ -58,7 +59,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Matching:
-    """Text that matches a regular expression; `description` says which, for messages."""
+    """Text that fully matches a regular expression; `description` explains it in messages."""
 
     pattern: str
     description: str
@@ -72,7 +73,7 @@ class Matching:
 
 @dataclass(frozen=True)
 class OneOrPair:
-    """One of `names`, or two of `parts` as "first/second"."""
+    """One of `names` or `parts`, or two `parts` as "first/second"."""
 
     names: tuple[str, ...]
     parts: tuple[str, ...]
@@ -99,20 +100,29 @@ Rule = Range | OneOf | OneOrPair | Matching
 def setting(
     group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = TASKS
 ) -> Any:  # fmt: skip
-    """One entry of the table, which means something in these tasks. A mutable default is a type such as `dict`."""
+    """Declares a setting as a dataclass field.
+
+    group    group in --help and config.toml
+    default  default value, or a type such as `dict` for a mutable default
+    help     help text
+    rule     allowed values
+    key      key in a file, if it differs from the field's name
+    tasks    tasks in which the setting has an effect
+    """
     metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
     if isinstance(default, type):
+        # hash=False: a dict would make the frozen configuration unhashable.
         return field(default_factory=default, metadata=metadata, hash=False)
     return field(default=default, metadata=metadata)
 
 
 def key_of(each: Field[Any]) -> str:
-    """The key of a setting in a file; with dashes, its flag."""
+    """Key of a setting in a file; with dashes instead of underscores, its flag."""
     return str(each.metadata["key"] or each.name)
 
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:
-    """What is wrong with the value of a setting: its type, or what its rule forbids."""
+    """Problem with a setting's value (wrong type or broken rule), or None."""
     key, rule = key_of(each), each.metadata["rule"]
     reason = _refuse_type(each.type, value)
     if not reason and rule and (broken := rule.refuse(value)):
@@ -121,21 +131,26 @@ def refuse(each: Field[Any], value: Any) -> Problem | None:
 
 
 def is_set(config: Any, name: str) -> bool:
-    """Whether a setting has another value than its default."""
+    """True if a setting differs from its default."""
     return bool(getattr(config, name) != config.__dataclass_fields__[name].default)
 
 
 def _refuse_type(kind: Any, value: Any) -> str:
-    """Why `value` is not of type `kind`, or ''. A bool is no number, and a float is no whole number."""
+    """Reason why `value` is not of type `kind`, or ''.
+
+    A bool is not an int, and a float is not an int.
+    """
     if kind is str:
         return _refuse_text(value)
     if kind is TABLE:
         return _refuse_table(value)
+    # bool is a subclass of int.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
         return "" if isinstance(value, bool) else "must be true or false"
     if kind is int:
         return "" if is_number and isinstance(value, int) else "must be a whole number"
+    # Also rejects NaN, infinity, and integers too large for a float.
     return "" if is_number and abs(value) <= sys.float_info.max else "must be a finite number"
 
 
@@ -144,7 +159,7 @@ def _refuse_text(value: Any) -> str:
         return "must be text"
     if "\0" in value:
         return "must not contain a zero byte"
-    # A flag whose bytes were not UTF-8 has surrogates.
+    # Command-line bytes that are not UTF-8 become surrogates, which no file could store.
     return "must be valid Unicode" if re.search("[\ud800-\udfff]", value) else ""
 
 
@@ -161,10 +176,11 @@ def _refuse_table(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as the user wrote it in the file, shortened."""
+    """A value in TOML notation for messages, shortened to 80 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and abs(value) >= 10**20:
+        # repr() of an int with more than 4,300 digits raises ValueError since Python 3.11.
         return f"{'-' if value < 0 else ''}a number of {int(math.log10(abs(value))) + 1} digits"
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

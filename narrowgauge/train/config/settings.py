@@ -1,9 +1,12 @@
-"""Every setting of a training run, once: its key, type, default, rule and help.
+"""All settings of a training run: key, type, default, rule and help text.
 
-TOML keys, command-line flags, `narrowgauge train --help` and RUN/config.toml are all read off `TrainConfig`, so a new
-setting is one entry here, or in `data_settings`. The key `hidden_size` is the flag `--hidden-size`; `layers_recipe` alone is spelled
-`recipes` on both sides, because in a file it is a table. Names of recipes are checked later, by `narrowgauge.recipes`, because this
-file does without torch, for a quick --help.
+TOML keys, command-line flags, `narrowgauge train --help` and RUN/config.toml all derive from
+`TrainConfig`, so a new setting is one entry here or in `data_settings`. The key `hidden_size`
+becomes the flag `--hidden-size`. Two fields have another key: `layers_recipe` is `recipes`, a table
+in a file, and `parent` is `from`, a Python keyword.
+
+Recipe names are checked later by `narrowgauge.recipes`: this file imports no torch, so that --help
+is quick.
 """
 
 import math
@@ -42,15 +45,18 @@ __all__ = [
     "replace", "resolved", "shown",
 ]  # fmt: skip
 
-MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
-FUSED_SAVES = ("exact", "fp8", "int8")  # of `fuse`, beside those of recipes
-NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
+MAX_INT = 2**63 - 1  # largest integer that TOML guarantees and torch accepts as a seed
+FUSED_SAVES = ("exact", "fp8", "int8")  # values of `save` for fused norms and activations
+NO_RECIPE = "none"  # plain nn.Linear in the dtype of `precision`
 PRECISION, TRAINING, RUN = (partial(setting, group) for group in ("precision", "training", "run"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(DataSettings):
-    """A validated configuration. Vary one with `dataclasses.replace`; ConfigError lists every rule that is broken."""
+    """Validated, immutable configuration of a run; derive variants with `dataclasses.replace`.
+
+    Raises ConfigError with one line for each broken rule.
+    """
 
     # fmt: off
     recipe: str = PRECISION("fp8-current",
@@ -141,30 +147,40 @@ class TrainConfig(DataSettings):
 
     def __post_init__(self) -> None:
         problems = [problem for each in fields(self) if (problem := refuse(each, getattr(self, each.name)))]
+        # Rules between settings assume values that are valid one by one.
         problems = problems or list(_cross_checks(self))
         if problems:
             raise InvalidSettings(problems)
 
 
 class InvalidSettings(ConfigError):
-    """One line for each broken rule. `problems` lets the reader of a file add the line that each value came from."""
+    """ConfigError with one line for each broken rule.
+
+    problems  (keys, message) of each broken rule
+    origins   {key: file and line, or flag}, prepended to a message
+    """
 
     def __init__(self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None) -> None:
         self.problems = tuple(problems)
+        # One line per problem, each with the file line or flag of the first key that has one.
         lines = []
         for keys, message in self.problems:
             place = next(filter(None, map((origins or {}).get, keys)), "")
             lines.append(f"{place}: {message}" if place else message)
-        super().__init__("\n".join(lines))
+        # The code names the first key: "config.guard".
+        code = f"config.{self.problems[0][0][0]}" if self.problems and self.problems[0][0] else "config.settings"
+        super().__init__("\n".join(lines), code=code)
 
 
 def by_key() -> dict[str, Field[Any]]:
+    """Fields of `TrainConfig` by their key in a file."""
     return {key_of(each): each for each in fields(TrainConfig)}
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The same run with the sizes that depend on others written out: kv_heads, intermediate_size, cache."""
+    """The same configuration with derived defaults: kv_heads, intermediate_size, cache."""
     is_vit = config.task in PICTURES
+    # 8/3 gives a gated MLP with three matrices the parameters of an ungated one with 4x width.
     usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
     sizes: dict[str, Any] = {} if config.model else {"intermediate_size": config.intermediate_size or usual}
     if not config.model and not is_vit:
@@ -172,13 +188,13 @@ def resolved(config: TrainConfig) -> TrainConfig:
     return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
 
 
-# Rules between settings, once each value is right by itself
+# Rules between settings, checked after each value on its own
 
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size")
 
 
 def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
-    """Every rule that the configuration breaks."""
+    """Yields every rule that the configuration breaks."""
     for key, because in _without_effect(config):
         value, reason = shown(getattr(config, key)), shown(getattr(config, because))
         name = key_of(config.__dataclass_fields__[because])
@@ -192,7 +208,7 @@ def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """(key, the other setting that makes it meaningless), of keys that were set."""
+    """(key, other setting that makes it meaningless) for keys that differ from their default."""
     auto = "recipe" if config.recipe == "auto" else "layers_recipe"
     is_auto = "auto" in (config.recipe, *config.layers_recipe.values())
     is_table = config.task != "text"
@@ -204,16 +220,19 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),
         *((config.messages_column, key, "messages_column") for key in ("prompt_column", "completion_column")),
+        # "auto" selects recipes with their own choice of what a Linear saves.
         (is_auto and config.save not in FUSED_SAVES, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),
         (not config.step_in_backward, "clip_by", "step_in_backward"),
         (config.clip == 0, "clip_by", "clip"),
     ]
+    # dict.fromkeys removes duplicates and keeps the order.
     yield from dict.fromkeys((key, because) for applies, key, because in pairs if applies and is_set(config, key))
 
 
 def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
-    """By steps in backward, and by gradients that wait in FP8."""
+    """Combinations that step_in_backward, or held gradients in FP8, do not support."""
+    # GradScaler must see every gradient to decide if a step overflowed.
     scaling = ("precision", c.precision == "amp-fp16", "whose loss scaling looks at all gradients before the step")
     excluded = {
         ("step_in_backward", c.step_in_backward): (
@@ -235,7 +254,8 @@ def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
 
 
 def _training_checks(c: TrainConfig) -> list[Check]:
-    problems = () if c.epochs else switch_syntax.problems(c.switch, c.steps)  # of epochs the steps are known later
+    # With `epochs`, the number of steps is known only after the data are read.
+    problems = () if c.epochs else switch_syntax.problems(c.switch, c.steps)
     return [
         *((True, "parallel", f"parallel = {shown(c.parallel)}: {message}") for message in parallel_syntax.problems(c.parallel)),
         *((True, "guard", f"guard = {shown(c.guard)}: {message}")

@@ -1,13 +1,13 @@
-"""The setting `switch`: which layers get a wider recipe, and when.
+"""Parser of the setting `switch`: layers that change to a higher-precision recipe, and when.
 
-    [LAYERS=]RECIPE@START[:PRODUCTS], several with commas between
+    [LAYERS=]RECIPE@START[:PRODUCTS], separated by commas
 
-    fp8-current@80%                        all layers, all products, after 80 % of the steps
-    bf16@82%:forward                       the forward product only; `backward` is both gradients
+    fp8-current@80%                        all layers, all matmuls, after 80 % of the steps
+    bf16@82%:forward                       the forward matmul only; `backward` means both gradients
     layers.[0-3].*=bf16@240                blocks 0 to 3, after 240 steps
-    fp8-row@50%, bf16@90%:grad_weight      one after another; of those at one step, as they stand
+    fp8-row@50%, bf16@90%:grad_weight      two switches; entries at one step apply in this order
 
-Imports no torch, so the command line can refuse a bad value at once.
+Imports no torch, so that the command line rejects an invalid value at once.
 """
 
 import re
@@ -24,46 +24,58 @@ FORM = "the form is [LAYERS=]RECIPE@START[:PRODUCTS], such as fp8-current@80% or
 
 @dataclass(frozen=True)
 class Switch:
-    """One entry."""
+    """One entry of the setting.
 
-    text: str  # as it was written, which names it in the log
-    layers: str  # pattern of layers
-    recipe: str  # name of the wider recipe
-    after: Fraction  # finished steps before it: a whole number of them, or a share of the run below 1
-    products: tuple[str, ...]  # of a Linear, by their names
+    text      the entry as written, which identifies it in the log
+    layers    pattern of layers
+    recipe    name of the higher-precision recipe
+    after     finished steps before the switch: an integer, or a fraction of the run below 1
+    products  names of the matmuls of a Linear
+    """
+
+    text: str
+    layers: str
+    recipe: str
+    after: Fraction
+    products: tuple[str, ...]
 
     def after_step(self, steps: int) -> int:
-        """Finished steps before the switch, in a run of `steps`; a share is rounded down."""
+        """Finished steps before the switch in a run of `steps`; a fraction is rounded down."""
+        # Fraction is exact; in floating point, int(0.57 * 100) is 56.
         return int(self.after * steps) if self.after < 1 else int(self.after)
 
 
 def parse(text: str) -> list[Switch]:
-    """The entries of the setting, as they stand; [] for ''. ConfigError for what is not of the form."""
+    """Entries of the setting in order; [] for ''. Raises ConfigError for a malformed entry."""
     return [_entry(part.strip()) for part in text.split(",")] if text.strip() else []
 
 
 def _entry(text: str) -> Switch:
     match = ENTRY.fullmatch(text)
     if not match:
-        raise ConfigError(f"{text!r} is no switch: {FORM}")
+        raise ConfigError(f"{text!r} is no switch: {FORM}", code="switch.syntax")
     layers, recipe, start, products = (match[name] and match[name].strip() for name in match.groupdict())
     if products and products not in PRODUCTS:
         raise ConfigError(
-            f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all"
+            f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all",
+            code="switch.products",
         )
     percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)\s*%", start)
     if not percent and not re.fullmatch(r"[1-9]\d{0,9}", start):
         raise ConfigError(
-            f"{text!r} starts at {start!r}: give a share of the run (80%), or a number of steps of at least 1 (240)"
+            f"{text!r} starts at {start!r}: give a share of the run (80%), or a number of steps of at least 1 (240)",
+            code="switch.start",
         )
     after = Fraction(percent[1]) / 100 if percent else Fraction(start)
     if percent and not 0 < after < 1:
-        raise ConfigError(f"{text!r} starts at {start}: give a share above 0% and below 100%")
+        raise ConfigError(
+            f"{text!r} starts at {start}: give a share above 0% and below 100%", code="switch.start-share"
+        )
     return Switch(text, layers or "*", recipe, after, PRODUCTS[products] if products else ALL)
 
 
 def problems(text: str, steps: int) -> Iterator[str]:
-    """Sentences on what is wrong with the setting in a run of `steps`."""
+    """Sentences about errors of the setting in a run of `steps`."""
     try:
         entries = parse(text)
     except ConfigError as error:
@@ -76,5 +88,6 @@ def problems(text: str, steps: int) -> Iterator[str]:
         if after >= steps:
             yield f"{entry.text!r} starts after step {after}, but the run has {steps} steps, so it would never happen. Start earlier."
     places = [(entry.layers, entry.after_step(steps), product) for entry in entries for product in entry.products]
+    # Two recipes for one matmul at one step: the order would decide silently.
     if len(set(places)) < len(places):
         yield f"{text!r} switches the same layers and product twice at one step. Leave one out."

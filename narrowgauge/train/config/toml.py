@@ -1,6 +1,7 @@
-"""Configurations as TOML: read strictly, with the file and line of every mistake, and written back.
+"""Reads and writes configurations as TOML; errors name the file and line.
 
-A file holds the keys of `TrainConfig` at its top level, and one table, `[recipes]`, from pattern to recipe:
+A file holds the keys of `TrainConfig` at its top level, and one table, `[recipes]`, from pattern to
+recipe:
 
     hidden_size = 512
     recipe = "fp8-row"
@@ -8,9 +9,9 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
-which may stand at the top as a list as well: recipes = ["lm_head=bf16"].
+The table may also be written as a list: recipes = ["lm_head=bf16"].
 
-`tomllib` gives the line of a syntax error only, so `_place` finds the lines of the keys.
+`tomllib` reports lines for syntax errors only, so `_place` searches for the lines of keys.
 """
 
 import json
@@ -31,62 +32,74 @@ STORED = reading.Kind(
     most_bytes=MAX_BYTES, step="Restore a copy of it, or name another folder that narrowgauge train wrote."
 )
 MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
-Given = Mapping[str, tuple[Any, str]]  # key -> its value, unchecked, and where it stands, as 'tiny.toml:3' or '--steps'
+# key -> (unchecked value, its origin such as 'tiny.toml:3' or '--steps')
+Given = Mapping[str, tuple[Any, str]]
 
 
 def build(*layers: Given) -> TrainConfig:
-    """The configuration of several layers of settings; later layers override earlier ones, key by key."""
+    """Merges layers of settings into a configuration; later layers override earlier ones by key."""
     given = {key: entry for layer in layers for key, entry in layer.items()}
     known = by_key()
     try:
         return TrainConfig(**{known[key].name: value for key, (value, _) in given.items()})
     except InvalidSettings as error:
+        # Only here are the origins of all layers known; the dataclass knows values alone.
         raise InvalidSettings(error.problems, {key: origin for key, (_, origin) in given.items()}) from None
 
 
 def load(path: Path) -> TrainConfig:
+    """Configuration from a user's file."""
     return build(read(path))
 
 
 def load_stored(path: Path) -> TrainConfig:
+    """Configuration from a config.toml that narrowgauge wrote."""
     return build(read_stored(path))
 
 
 def read(path: Path) -> Given:
-    """The settings of a file that the user names. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting.
+    """Settings of a file that the user names.
 
-    It may be a pipe, as of a shell's <(...): the user waits for it.
+    Raises ConfigError if it is unreadable, not TOML, or has an unknown key. The file may be a pipe,
+    such as a shell's <(...), and reading then blocks.
     """
     try:
         with open(path, "rb") as file:
+            # One byte more than allowed, to detect a larger file: a pipe has no size to check
+            # first.
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path}: cannot be read as a configuration: {reason}. Give the path of a TOML file."
+            f"{path}: cannot be read as a configuration: {reason}. Give the path of a TOML file.",
+            code="config.unreadable",
         ) from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_BYTES} bytes, so it is no configuration. Give a TOML file.")
+        raise ConfigError(
+            f"{path}: is larger than {MAX_BYTES} bytes, so it is no configuration. Give a TOML file.",
+            code="config.too-large",
+        )
     return _decoded(path, data)
 
 
 def read_stored(path: Path) -> Given:
-    """As `read`, of the config.toml that a run or a study has written."""
+    """As `read`, for the config.toml of a run or a study; rejects anything but a regular file."""
     return _decoded(path, reading.bytes_of(path, STORED))
 
 
 def _decoded(path: Path, data: bytes) -> Given:
     try:
-        return settings(data.decode("utf-8-sig"), str(path))
+        return settings(data.decode("utf-8-sig"), str(path))  # -sig: Windows editors add a BOM
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from None
+        raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.", code="config.utf8") from None
 
 
 def settings(text: str, name: str) -> Given:
-    """The settings that `text` describes; `name` stands for the file in errors."""
+    """Settings in the TOML text `text`; errors call the file `name`."""
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
+    # Blank out multi-line strings, whose content could look like a key, but keep the line count.
     outside = MULTILINE.sub(lambda found: "\n" * found[0].count("\n"), text)
     origins = {key: _place(name, outside, key) for key in values}
     known = by_key()
@@ -100,7 +113,9 @@ def settings(text: str, name: str) -> Given:
             try:
                 values[key] = recipe_syntax.table(value)
             except ValueError as error:
-                raise ConfigError(f"{origins[key]}: {key}: {error}. Write each pattern once.") from None
+                raise ConfigError(
+                    f"{origins[key]}: {key}: {error}. Write each pattern once.", code="config.pattern"
+                ) from None
     problems = [((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
@@ -108,7 +123,7 @@ def settings(text: str, name: str) -> Given:
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
-    """Why a key cannot stand at the top of the file, or ''."""
+    """Reason why a key cannot stand at the top level, or ''."""
     if isinstance(value, dict) and (key not in known or known[key].type is not TABLE):
         return f"[{key}] is not a table of the configuration. Only [recipes] is one; all other keys stand at the top."
     if key in known:
@@ -123,27 +138,32 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         match = re.fullmatch(r"(?s)(.*?) \(at (?:line (\d+), column \d+|end of document)\)", str(error))
         words, line = match.groups() if match else (str(error), None)
+        # tomllib's words for a repeated key.
         if words == "Cannot overwrite a value":
             words = "this key was given before; a key is given once"
         raise ConfigError(
-            f"{name}:{line or text.count(chr(10)) + 1}: {words}. Correct the line; strings stand in quotes."
+            f"{name}:{line or text.count(chr(10)) + 1}: {words}. Correct the line; strings stand in quotes.",
+            code="config.line",
         ) from None
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, brackets 1,000 deep
-        raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.") from None
+    # ValueError: an integer of 5,000 digits. RecursionError: brackets nested 1,000 deep.
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.", code="config.toml") from None
 
 
 def _place(name: str, outside: str, key: str) -> str:
-    """The file, and the line on which a top-level key or table begins, as far as it is written plainly outside of long strings."""
+    """File and line of a top-level key or table; the file alone if the key is written unusually."""
     found = re.search(rf"""(?m)^[ \t]*\[?[ \t]*(["']?){re.escape(key)}\1[ \t]*[=.\]]""", outside)
     return f"{name}:{outside.count(chr(10), 0, found.start()) + 1}" if found else name
 
 
 def dump(config: TrainConfig) -> str:
-    """TOML with every key, under its group; reading it gives the same configuration."""
+    """TOML text with every key, grouped; reading it restores the configuration."""
     groups: dict[str, list[str]] = {}
     for each in fields(TrainConfig):
         if each.type is not TABLE:
+            # TOML requires top-level keys before the first table, so [recipes] is written last.
             value = getattr(config, each.name)
+            # The field's own type converts an int given for a float, so that 1 is written as 1.0.
             literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
             lines = groups.setdefault(f"# {each.metadata['group']}", [])
             lines.append(f"{key_of(each)} = {literal.lower() if each.type is bool else literal}")
@@ -152,5 +172,5 @@ def dump(config: TrainConfig) -> str:
 
 
 def _text(value: str) -> str:
-    """A TOML basic string. JSON's escapes are TOML's, but for the delete character."""
+    """TOML basic string. JSON escapes are valid TOML; DEL alone must be escaped in TOML only."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -87,18 +87,26 @@ def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
 
 def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     if asked.dtype not in ("", *DTYPES):
-        raise ConfigError(f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.")
+        raise ConfigError(
+            f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.", code="evaluate.dtype"
+        )
     if asked.limit < 0 or asked.batch_size < 1:
         raise ConfigError(
-            f"limit = {asked.limit}, batch_size = {asked.batch_size}: must be at least 0 and 1. Leave them out, or raise them."
+            f"limit = {asked.limit}, batch_size = {asked.batch_size}: must be at least 0 and 1. Leave them out, or raise them.",
+            code="evaluate.counts",
         )
     if asked.limit and not asked.tasks:
-        raise ConfigError(f"limit = {asked.limit}: is of examples of lm-eval's tasks, and none is named. Leave it out.")
+        raise ConfigError(
+            f"limit = {asked.limit}: is of examples of lm-eval's tasks, and none is named. Leave it out.",
+            code="evaluate.limit",
+        )
     saved = SavedRun.open(run, chosen_device(asked.device))
     paths = saved.paths(asked.checkpoints)
     if asked.tasks and saved.config.task not in WRITING:
         raise ConfigError(
-            f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. Leave --tasks out to score its own data."
+            f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. "
+            f"Leave --tasks out to score its own data.",
+            code="evaluate.not-a-language-model",
         )
     dtype = asked.dtype or ("bfloat16" if asked.tasks else "")
     tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size, asked.trust_task_code) if asked.tasks else None
@@ -120,7 +128,10 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     if not rows:
         one = f"checkpoint {asked.checkpoints!r} cannot be scored"
         words = one if len(paths) == 1 else f"none of {len(paths)} checkpoints can be scored"
-        raise CheckpointError(f"{run}: {words}: {next(iter(passed_over.values()))} {_instead(saved, paths)}")
+        raise CheckpointError(
+            f"{run}: {words}: {next(iter(passed_over.values()))} {_instead(saved, paths)}",
+            code="evaluate.no-checkpoint",
+        )
     result: dict[str, Any] = {
         "recipe": saved.config.recipe,
         "dtype": dtype or saved.config.precision,
@@ -284,7 +295,9 @@ def _keep(path: Path, result: Mapping[str, Any]) -> None:
             earlier = numbers(reading.json_of(path, SCORES))["results"]
         except ConfigError as error:
             # The message holds the scores, which took long to compute.
-            raise ConfigError(f"These scores were not kept: {encode(result)}. {error}") from None
+            raise ConfigError(
+                f"These scores were not kept: {encode(result)}. {error}", code="evaluate.not-kept"
+            ) from None
         earlier = [each for each in earlier if question(each) != question(result)]
     with storage.refusals("keep the scores in", path.parent):
         storage.replace_file(path, encode({"results": [*earlier, result]}, indent=1) + "\n")

@@ -56,7 +56,7 @@ class LmTasks:
 
             from narrowgauge.train.evaluation import task_code  # needs pyyaml
         except ImportError as error:
-            raise ConfigError(f"{INSTALL} (Missing: {error.name}.)") from error
+            raise ConfigError(f"{INSTALL} (Missing: {error.name}.)", code="lm-eval.missing-package") from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.limit, self.batch_size = limit, batch_size
         files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) or Path(name).exists()]
@@ -72,7 +72,8 @@ class LmTasks:
                 near = closest(name, manager.all_tasks, limit=1)
                 raise ConfigError(
                     f"tasks = {name!r}: no such file, and lm-eval has no task of that name. "
-                    f"{f'Closest: {near}. ' if near else ''}Name a task file (.yaml)."
+                    f"{f'Closest: {near}. ' if near else ''}Name a task file (.yaml).",
+                    code="lm-eval.unknown-task",
                 )
         self.loaded: dict[str, Any] = {}
         for name in names:
@@ -124,7 +125,8 @@ def _sandboxed(names: list[str]) -> Iterator[None]:
             yield
     except SecurityError as error:
         raise ConfigError(
-            f"tasks: a template of {', '.join(names)} reaches for Python itself: {error}. {task_code.TRUST}"
+            f"tasks: a template of {', '.join(names)} reaches for Python itself: {error}. {task_code.TRUST}",
+            code="lm-eval.template",
         ) from error
 
 
@@ -143,7 +145,8 @@ def _refuse_no_task(file: Path) -> None:
     names = [node.value for node, _ in getattr(task_code.compose(file), "value", ()) if isinstance(node.value, str)]
     if not {"task", "group"} & set(names):
         raise ConfigError(
-            f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file."
+            f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file.",
+            code="lm-eval.no-task-key",
         )
 
 
@@ -160,7 +163,8 @@ def _load(manager: Any, name: str, folder: Path) -> dict[str, Any]:
             errors.append(error)
     words = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())
     raise DataError(
-        f"tasks = '{folder / name}': lm-eval cannot load it: {words}. Mend the task file, or its data."
+        f"tasks = '{folder / name}': lm-eval cannot load it: {words}. Mend the task file, or its data.",
+        code="lm-eval.unloadable",
     ) from errors[0]
 
 

@@ -54,7 +54,9 @@ class SavedRun:
         """
         folder = RunFolder(path)
         if not os.path.lexists(folder.config):
-            raise ConfigError(f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.")
+            raise ConfigError(
+                f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.", code="run.none"
+            )
         own = replace(toml.load_stored(folder.config), output=str(path), device=str(device), resume=False)
         tell(f"Reading {own.data} ...")
         config, task = prepare(resolved(own))
@@ -77,7 +79,8 @@ class SavedRun:
         known = [*map(str, sorted(there)), *([BEST] if best else [])]
         have = f"There are {', '.join(known)}" if known else "There are none: the run has saved nothing yet"
         raise ConfigError(
-            f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these."
+            f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these.",
+            code="evaluate.checkpoints",
         )
 
     def others(self, than: Collection[Path]) -> Iterator[tuple[str, Path]]:

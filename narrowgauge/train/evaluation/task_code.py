@@ -58,7 +58,8 @@ def compose(file: Path) -> Any:
     except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         words = " ".join(str(error).split())
         raise ConfigError(
-            f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file."
+            f"tasks = '{file}': cannot be read as a task file of lm-eval: {words}. Name a YAML file.",
+            code="lm-eval.unreadable",
         ) from None
 
 
@@ -77,7 +78,8 @@ def _checked(file: Path, named: Path, metrics: frozenset[str]) -> Iterator[Path]
             words = node.value if isinstance(node, yaml.ScalarNode) else "..."
             tag = node.tag.replace(PLAIN, "!!")
             raise ConfigError(
-                f"{found}runs code by {tag} {words} (line {node.start_mark.line + 1}): scoring would import and call it. {TRUST}"
+                f"{found}runs code by {tag} {words} (line {node.start_mark.line + 1}): scoring would import and call it. {TRUST}",
+                code="lm-eval.code",
             )
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
@@ -85,7 +87,9 @@ def _checked(file: Path, named: Path, metrics: frozenset[str]) -> Iterator[Path]
             waiting += [part for pair in node.value for part in pair]
             for key, value in node.value:
                 if reason := _runs_code(key.value, value, metrics):
-                    raise ConfigError(f"{found}{reason} (line {value.start_mark.line + 1}). {TRUST}")
+                    raise ConfigError(
+                        f"{found}{reason} (line {value.start_mark.line + 1}). {TRUST}", code="lm-eval.code"
+                    )
                 if key.value == "include":
                     yield from (file.parent / name for name in _texts(value))
 

@@ -1,1 +1,5 @@
-"""A run on several ranks of torchrun: the ranks and what they agree on, the spread model, its checkpoints, digests of what is equal."""
+"""Training on several ranks of torchrun.
+
+Modules: process group and agreement (`ranks`), distributed model (`spread`), tensor, sequence and
+pipeline parallelism, checkpoints, and drift detection (`digest`).
+"""

@@ -1,8 +1,11 @@
-"""The checkpoints of a run, its best weights and its trained ones: of one process whole, of several ranks in parts that each writes.
+"""Checkpoints, best weights and final weights of a run on one process or several ranks.
 
-One process writes what `store` says, several ranks what `sharded` says, copies of a model (dp) too: ranks compare what they hold alike
-before they keep it, and share the bytes. Either is read on any number of ranks, so a run may change it from start to start. All ranks
-call each function.
+One process writes the format of `checkpoint.store`. Several ranks write the format of
+`checkpoint.sharded`, each rank its part; copies (dp) also split the bytes. Ranks compare replicated
+tensors before they save. Both formats load on any number of ranks, so a resumed run may change that
+number.
+
+All functions here are collective: every rank must call them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], keep:
     """Writes checkpoint `step`, then removes all but the `keep` newest. Returns its path."""
     if ranks.world == 1:
         path = store.save(folder, step, tensors, facts)
+        # Prune after the save: a crash in between leaves one checkpoint too many, never one too
+        # few.
         manifest.prune(folder, keep)
     else:
         path = sharded.save(folder, step, tensors, facts)
@@ -41,11 +46,17 @@ def newest_valid(
     numbers: WholeNumbers | None = None,
     at: int | None = None,
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The intact checkpoint with the largest step, for `state.restore`, and the newer ones passed over, with reasons.
+    """Loads the intact checkpoint with the largest step, and lists newer ones that were skipped.
 
-    prepare: of its step and facts, gives the model the form that it had then, or raises because it belongs to another run. Several ranks
-    read weights into the model itself, and of the optimizer's state the shards that each is to hold. numbers: of a model in stages.
-    at: of one process, the only step that counts; 0: none does.
+    folder   folder of checkpoints
+    prepare  gives the model the layout in the checkpoint's facts, before weights are read,
+             or raises because the checkpoint belongs to another run
+    numbers  parameter numbers of the whole model, for pipeline stages
+    at       one process only: the single step to load; 0 loads none
+    ->       (checkpoint for `state.restore` or None, [(skipped path, reason)])
+
+    Several ranks read weights directly into the model, and only their own shards of the optimizer
+    state.
     """
     if ranks.world == 1:
         found, skipped = _of_step(folder, at) if at is not None else store.newest_valid(folder)
@@ -53,12 +64,16 @@ def newest_valid(
             prepare(found)
         return found, skipped
 
+    # Called by `sharded` once a checkpoint is verified: allocates the tensors that its shards are
+    # read into.
     def room(found: Checkpoint) -> Tensors:
         prepare(found)
         where = str(found.path)
         if numbers is None:
             return state.room(model, optimizer, found.tensors, where)
         with state.unusable(where):
+            # A stage's optimizer numbers its parameters from 0, a checkpoint numbers those of the
+            # whole model.
             own = numbers.own_tensors(found.tensors, model, optimizer, is_whole=True)
         return numbers.in_whole(state.room(model, optimizer, own, where), model, optimizer)
 
@@ -70,20 +85,26 @@ def _of_step(folder: Path, step: int) -> tuple[Checkpoint | None, list[tuple[Pat
 
 
 def best_of(folder: Path, metric: str, ranks: Ranks) -> Best:
+    """Store of the best weights by `metric`."""
     return Best(folder, metric) if ranks.world == 1 else sharded.Best(folder, metric)
 
 
 def trained_weights(model: nn.Module, best: Best) -> dict[str, Tensor]:
-    """Ordinary tensors for the final folder, on rank 0; {} on the others. The best by the run's metric, else those of the model.
+    """Weights for the final folder as plain tensors on rank 0, {} on other ranks.
 
-    Beside its shard rank 0 holds them once, and while it gathers them one tensor twice.
+    The best weights by the run's metric if there are any, else the current ones. Memory on rank 0:
+    one full copy beside its shard, and one tensor twice during the gather.
     """
     chosen = best.weights()
     return gather_state_dict(model) if chosen is None else _as_tied(model, chosen)
 
 
 def _as_tied(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same, where names of one parameter are one tensor, as in the model: shards read from the disk are a tensor for each name."""
+    """Restores tied weights: names of one parameter get one tensor again.
+
+    Shards are read from disk by name, one tensor each. Without this, an export of Marian was a
+    third larger.
+    """
     first: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}

@@ -1,10 +1,11 @@
-"""Digests of what ranks hold alike: weights, or the parts of them that several ranks have, amax windows, learned steps, step counts.
+"""Checksums of replicated state: weights, amax histories, learned steps, optimizer step counts.
 
-    digest(x) = (sum w_i, sum w_i (i mod 65521 + 1))   in 64 bits that wrap around, w_i the words of x
+    digest(x) = (sum w_i, sum w_i (i mod 65521 + 1))   in wrapping int64; w_i are the words of x
 
-A changed bit changes the first sum, two elements that changed places the second. Computed on the device, in pieces of 2^22 words, and
-compared by one MAX over the ranks, of the digests and of their negatives; only where they differ does every rank say its own. Parts of
-weights are compared along each axis of the mesh that does not cut them.
+A flipped bit changes the first sum, and a swap of two elements changes the second. Digests are
+computed on the device in chunks of 2^22 words. One MAX all-reduce over the digests and their
+negatives finds differences. The ranks exchange values only if there are any. Sharded tensors are
+compared along the mesh axes that do not shard them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.errors import DriftError
 from narrowgauge.optim.shards import local
 
-PIECE = 2**22  # words; each takes 8 bytes more while it is summed
+PIECE = 2**22  # words in a chunk; bounds the int64 temporary to 32 MiB
 POSITIONS = 65521
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-MASK = 2**62 - 1  # a negative of each exists
+# Element size in bytes -> dtype of the words.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Keeps digests in [0, 2^62), so that -digest is representable and MAX(-digest) gives the minimum.
+MASK = 2**62 - 1
 
 
 def replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name -> what other ranks hold too, or may: see `refuse_drift`."""
+    """{name: tensor} of all state that other ranks may hold too, for `refuse_drift`."""
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     found = dict(model.state_dict())
     for parameter, kept in optimizer.state.items():
@@ -38,7 +41,9 @@ def replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 @torch.no_grad()
 def digest(x: Tensor) -> Tensor:
-    """[2] int64, on the device of x."""
+    """Checksum of a tensor, int64 [2] on its device."""
+    # Bit patterns, not values: NaN payloads and signed zeros count, and float rounding cannot hide
+    # a flip.
     words = x.detach().contiguous().reshape(-1).view(WORDS[x.element_size()])
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     for first in range(0, len(words), PIECE):
@@ -49,17 +54,21 @@ def digest(x: Tensor) -> Tensor:
 
 
 def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-    """Raises DriftError, on all ranks, that names the first tensor and the ranks that differ. place: in the run, as 'step 100'.
+    """Raises DriftError on all ranks if a replicated tensor differs between ranks.
 
-    mesh: of the ranks that share a model, or the same stages of it; None: all, and nothing is cut. What is no DTensor is the same on all
-    of them.
+    tensors  {name: tensor}; plain ones must be equal on all ranks, DTensors where not sharded
+    place    position in the run for the message, such as 'step 100'
+    mesh     ranks that share a model or the same stages; None: all ranks, no sharding
+
+    The message names the first differing tensor and two ranks.
     """
     groups = _groups(tensors, mesh)
     compared = {name for _, names in groups for name in names}
     digests = {name: digest(local(each)).to(device) for name, each in tensors.items() if name in compared}
     different = {name for group, names in groups for name in _different({each: digests[each] for each in names}, group)}
     any_differs = torch.tensor(bool(different), dtype=torch.int32, device=device)
-    if mesh is not None:  # one group may differ where another does not
+    # A difference in one group must stop the ranks of all groups, or they would wait forever.
+    if mesh is not None:
         dist.all_reduce(any_differs, dist.ReduceOp.MAX)
     if not any_differs:
         return
@@ -70,10 +79,12 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
     }
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
+    # The first in the order of `tensors`, so that all ranks raise the same message.
     _, name = min((where, name) for each in told for name, (where, *_) in each.items())
     held: dict[Any, tuple[int, list[int]]] = {}
     ranks = (0, 0)
     for rank, (_, part, numbers) in ((rank, each[name]) for rank, each in enumerate(told) if name in each):
+        # Only ranks with the same part of a sharded tensor are comparable.
         other, expected = held.setdefault(part, (rank, numbers))
         if numbers != expected:
             ranks = other, rank
@@ -82,12 +93,13 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
     others = f"; so do {count - 1} tensors after it" if count > 1 else ""
     raise DriftError(
         f"{place}: {name} differs between rank {ranks[0]} and rank {ranks[1]}, which must hold the same{others}. Nothing was saved "
-        "since the last checkpoint. Suspect the memory or processor of one of their machines; resume with --resume."
+        "since the last checkpoint. Suspect the memory or processor of one of their machines; resume with --resume.",
+        code="ranks.drift",
     )
 
 
 def _groups(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> list[tuple[dist.ProcessGroup | None, list[str]]]:
-    """Ranks that hold the same of some tensors, by name, along each axis; None: all ranks."""
+    """(process group, names of tensors replicated in it) for each mesh axis; None: all ranks."""
     if mesh is None:
         return [(None, list(tensors))]
     found: list[tuple[dist.ProcessGroup | None, list[str]]] = []
@@ -99,21 +111,22 @@ def _groups(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> list[tuple[d
 
 
 def _cut_axes(x: DTensor) -> list[str]:
-    """The axes of the run's mesh that cut a tensor, by name."""
+    """Names of the mesh axes that shard a tensor."""
     names = x.device_mesh.mesh_dim_names or ()
     return [name for name, placement in zip(names, x.placements, strict=True) if hasattr(placement, "dim")]
 
 
 def _part(x: Tensor) -> tuple[int, ...]:
-    """What tells the part of a tensor that a rank holds from other parts: its coordinates on the axes that cut it."""
+    """Coordinates of a rank's shard on the axes that shard the tensor; () if replicated."""
     if not isinstance(x, DTensor):
         return ()
     return tuple(x.device_mesh.get_local_rank(axis) for axis in _cut_axes(x))
 
 
 def _different(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
-    """Names of digests that are not the same on all ranks of a group."""
+    """Names of digests that differ within a process group."""
     digests = torch.stack(list(own.values())).view(-1)
+    # One all-reduce instead of MAX and MIN: MIN(d) = -MAX(-d).
     extremes = torch.cat((digests, -digests))
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes[: len(digests)], -extremes[len(digests) :]

@@ -1,6 +1,6 @@
-"""Validation data shared among the ranks: batch i is computed by rank i modulo their count, and every rank learns of all.
+"""Evaluation on several ranks: rank i mod W computes batch i, and every rank receives all results.
 
-loss = (l_0 + l_1 + ...) / targets      float64, in the order of batches whoever computed them: one process's figure, to the bit
+loss = (l_0 + l_1 + ...) / targets      float64, summed in batch order: bit-identical to one process
 """
 
 from __future__ import annotations
@@ -27,29 +27,35 @@ def readings(
     ranks: Ranks,
     knows: bool = True,
 ) -> list[tuple[float, Any]]:
-    """The loss of every batch, and what `read` says of it and its logits; all of them, in order, on every rank.
+    """Returns (loss, result of `read`) for every batch, in order, on every rank.
 
-    compute  in the place of the loss and the logits
-    share  (number of this rank, count) among those that read other data
-    knows  whether `score` gives this rank the loss: of a model in stages the last one alone has it
+    batches  evaluation batches
+    read     extracts the values that a metric needs from a batch and its logits
+    compute  replaces the forward pass and loss
+    score    computes loss and logits of a batch
+    share    (index, count) of this rank's group among the groups that read different data
+    ranks    the ranks of the run
+    knows    True if `score` returns the loss on this rank; under pp, only on the last stage
 
-    All compute equally often, since shards of a model are gathered by all together: one for whom no batch is left repeats another's,
-    and forgets it. Waits for a GPU once, unless `read` does.
+    Waits for a GPU once, unless `read` does.
     """
     number, count = share
     losses, own = list[Tensor](), dict[int, Any]()
     for first, some in _turns(batches, count):
+        # Shards are gathered by all ranks together, so all must run equally many forward passes. A
+        # rank without a batch repeats another rank's and discards the result.
         batch = some[number % len(some)]
         loss, logits = score(batch) if compute is None else score(batch, compute)
         if number < len(some) and knows:
             losses.append(loss)
             own[first + number] = read(batch, logits)
+    # One copy to the host for all losses; .item() for each batch would wait for the GPU each time.
     values = torch.stack(losses).tolist() if losses else []
     return ranks.joined({place: (loss, own[place]) for place, loss in zip(own, values, strict=True)})
 
 
 def _turns(batches: Iterator[Batch], count: int) -> Iterator[tuple[int, list[Batch]]]:
-    """So many batches at a time, and the number of the first; the last ones may be fewer."""
+    """Yields (index of the first batch, `count` batches); the last group may be shorter."""
     first = 0
     while some := list(islice(batches, count)):
         yield first, some

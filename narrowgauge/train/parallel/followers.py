@@ -1,4 +1,4 @@
-"""What ranks other than 0 have in the place of the folder, log and console of a run: the same interface, and nothing is written."""
+"""Silent run folder, log and console for all ranks but rank 0: same interface, no output."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from narrowgauge.train.run_folder import RunFolder
 
 
 class FollowersFolder(RunFolder):
+    """Run folder of ranks other than 0, which never writes."""
+
     def write_config(self, config: TrainConfig) -> None:
         pass
 
@@ -25,7 +27,10 @@ class FollowersFolder(RunFolder):
 
 
 class FollowersLog(MetricsLog):
+    """Metrics log of ranks other than 0, which drops all events."""
+
     def __init__(self, path: Path) -> None:
+        # No super().__init__(): it would open the file.
         self.path = path
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -39,6 +44,8 @@ class FollowersLog(MetricsLog):
 
 
 class FollowersConsole(Console):
+    """Console of ranks other than 0, which prints nothing."""
+
     def __init__(self) -> None:
         self.bar = None
 
@@ -51,25 +58,28 @@ class FollowersConsole(Console):
 
 @contextmanager
 def claimed(path: Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
-    """`RunFolder.claim` by rank 0, which holds the lock for all."""
+    """Claims the run folder on rank 0, which holds the lock for all ranks."""
     with ExitStack() as held:
+        # Other ranks wait here, and end with rank 0's exit code if it cannot claim the folder.
         own = ranks.first(lambda: held.enter_context(RunFolder.claim(path, resume)))
         yield own or FollowersFolder(path)
 
 
 def log_of(folder: RunFolder, tensorboard: bool, ranks: Ranks) -> MetricsLog:
+    """Metrics log of this rank."""
     if not ranks.is_first:
         return FollowersLog(folder.metrics)
     return MetricsLog(folder.metrics, folder.tensorboard if tensorboard else None)
 
 
 def console_of(total_steps: int, log_every: int, start_step: int, ranks: Ranks) -> Console:
+    """Console of this rank."""
     return Console(total_steps, log_every, start_step) if ranks.is_first else FollowersConsole()
 
 
 @contextmanager
 def silent(ranks: Ranks) -> Iterator[None]:
-    """What other ranks than 0 say to standard error in the body goes nowhere: it is what rank 0 says, once more."""
+    """Discards standard error on all ranks but 0, whose output they would repeat."""
     if ranks.is_first:
         yield
         return

@@ -1,19 +1,21 @@
-"""The ranks of a run, as torchrun starts them: what one does for all, what all decide together, and how all end when one does.
+"""The ranks of a run under torchrun: agreement, work of rank 0, and a common end after a failure.
 
-    with Ranks.join(timeout_s) as ranks:                without torchrun: one rank, and nothing below waits or sends
+    with Ranks.join(timeout_s) as ranks:                without torchrun: one rank, no communication
         ranks.refuse_differences({"torch": "2.13.0"}, "versions")
-        folder = ranks.first(claim)                     rank 0 alone; the others wait as long as it takes
-        found = ranks.numbers([targets])                of every rank, in the order of ranks
+        folder = ranks.first(claim)                     rank 0 alone; others wait without limit
+        found = ranks.numbers([targets])                from every rank, in rank order
 
-Two ways connect them: collectives of the process group, with its time-out, and a few keys in torchrun's store, which outlives a rank.
+Ranks communicate through collectives of the process group, which have its timeout, and through keys
+of torchrun's store, which outlives a rank:
 
-    first-7     the seventh thing that rank 0 did alone is done
-    failed      the first rank that failed says so, with its exit code, before it ends; it alone prints its error
-    alive-1     rank 1 saw a collective break and lives
-    beat-1      the sentinel of rank 1 reports once a second (narrowgauge.train.liveness)
+    first-7     the seventh task of rank 0 alone is done
+    failed      JSON of the first rank that failed, with its exit code; only it prints its error
+    alive-1     rank 1 saw a collective break and is alive
+    beat-1      heartbeat of rank 1's sentinel, once a second (narrowgauge.train.liveness)
 
-A rank whose collective breaks looks for `failed` and ends with that code, silently: the sentinel of a rank that was killed sets it. If
-nobody failed, the rank waits for the others to report that they live. It names those that do not.
+A rank whose collective breaks reads `failed` and exits silently with that code. If a rank was
+killed, its sentinel sets the key. If the key is unset, the rank waits for the others to set `alive`
+and names those that do not.
 """
 
 from __future__ import annotations
@@ -44,15 +46,16 @@ from narrowgauge.train.liveness import VARIABLES
 from narrowgauge.train.liveness.sentinel import AGAIN
 
 T = TypeVar("T")
-NAMED = re.compile(r"rank \d+: ")  # as errors that all ranks raise alike begin
-REPORT_S = 5.0  # in which ranks that live say so
-SENTINEL_S = 5.0  # in which the sentinel of a rank has reached the store
+NAMED = re.compile(r"rank \d+: ")  # beginning of errors that name a rank already
+REPORT_S = 5.0  # time for live ranks to set `alive-N`
+SENTINEL_S = 5.0  # time for a rank's sentinel to reach the store
 POLL_S = 0.05
-# What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
+# A lost peer is a plain RuntimeError from gloo, recognized by its words (`is_lost`); NCCL and the
+# store raise DistError.
 
 
 class EndedElsewhere(NarrowgaugeError):
-    """Another rank failed and has said why: this one ends with the same exit code, and prints nothing."""
+    """Another rank failed and printed its error: exit with the same code, silently."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another rank failed, and said why")
@@ -60,22 +63,33 @@ class EndedElsewhere(NarrowgaugeError):
 
 
 class Ranks:
-    """One rank's view of all of them. `Ranks()` is a run of one process."""
+    """One rank's view of the run. `Ranks()` is a run of one process.
+
+    rank, world  number of this rank, count of ranks
+    local        number of this rank on its machine
+    timeout_s    timeout of collectives
+    layout       sizes of dp, fsdp, tp and pp
+    place        position in the run, for messages
+    """
 
     def __init__(
         self, rank: int = 0, world: int = 1, local: int = 0, store: Any = None, timeout_s: float = 600.0
     ) -> None:
-        """local: among the ranks of this machine; store: where they leave each other words."""
+        """Use `join` for a run under torchrun. store: key-value store shared by the ranks."""
         self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
         self._store, self._done = store, 0
-        self.layout = Layout(dp=world)  # how they share the run
+        self.layout = Layout(dp=world)  # replaced once the setting `parallel` is parsed
         self._live = liveness.current()
         self.place = "before the first step"
 
     @classmethod
     @contextmanager
     def join(cls, device: str, timeout_s: float) -> Iterator[Ranks]:
-        """Those that torchrun started, as a process group with time-out `timeout_s`; else one rank. Ends the group after the body."""
+        """Connects the ranks of torchrun in a process group with timeout `timeout_s`.
+
+        Without torchrun's variables it yields one rank. The process group is destroyed after the
+        body, but not after an error.
+        """
         if not under_torchrun():
             yield cls()
             return
@@ -84,18 +98,22 @@ class Ranks:
         if uses_cuda:
             torch.cuda.set_device(_own_device(device, local))
         store, rank, world = _met(limit)
+        # Both backends on GPUs: the host's agreements (counts, losses, requests to stop) use CPU
+        # tensors, which NCCL cannot send.
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         own = PrefixStore("group", store)
         ranks = cls(rank, world, local, PrefixStore(liveness.KEYS, store), timeout_s)
+        # init_process_group inside: a rank that fails to connect must end the others too.
         with ranks.ending_together():
             ranks._is_watched()
             dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
             yield ranks
+        # Not in a finally: with a dead peer this call can block.
         dist.destroy_process_group()
 
     @property
     def place(self) -> str:
-        """Where the run is, for messages; every assignment counts as progress."""
+        """Position in the run, for messages; each assignment counts as progress."""
         return self._place
 
     @place.setter
@@ -109,7 +127,7 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device `name` of the settings: of the GPUs of this machine the rank's own."""
+        """Device for the setting `name`; with several GPUs in a machine, this rank's GPU."""
         if self._store is not None and name != "cpu" and torch.cuda.is_available():
             return torch.device("cuda", self.local)
         return chosen_device(name)
@@ -117,9 +135,13 @@ class Ranks:
     # --- decisions
 
     def first(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns on rank 0, which alone does it; None on the others, which wait for it as long as rank 0 lives."""
+        """Runs `work` on rank 0 alone and returns its result there, None elsewhere.
+
+        Other ranks wait without a timeout, as long as rank 0 is alive.
+        """
         if self.world == 1:
             return work()
+        # Counted on every rank, so that all agree on the key's name.
         self._done += 1
         key = f"first-{self._done}"
         if self.is_first:
@@ -131,7 +153,7 @@ class Ranks:
         return None
 
     def told_by_first(self, work: Callable[[], Any]) -> Any:
-        """As `first`, but all ranks get what rank 0 got: JSON."""
+        """Runs `work` on rank 0 and returns its JSON result on all ranks."""
         if self.world == 1:
             return work()
         key = f"told-{self._done + 1}"
@@ -139,11 +161,11 @@ class Ranks:
         return json.loads(self._store.get(key))
 
     def numbers(self, own: list[int]) -> list[list[int]]:
-        """Whole numbers of every rank, in the order of ranks."""
+        """All-gathers int64 numbers; one list for each rank, in rank order."""
         return self._of_all(own, torch.int64)
 
     def reals(self, own: list[float]) -> list[list[float]]:
-        """As `numbers`, of float64."""
+        """All-gathers float64 numbers; one list for each rank, in rank order."""
         return self._of_all(own, torch.float64)
 
     def _of_all(self, own: list[Any], dtype: torch.dtype) -> list[list[Any]]:
@@ -155,7 +177,10 @@ class Ranks:
         return [each.tolist() for each in found]
 
     def first_of(self, own: str, nothing: str, place: int = 0) -> str:
-        """What the first rank says that does not say `nothing`, with its number. place: of what is said, which counts before the rank's."""
+        """Returns the text of the first rank whose text is not `nothing`, followed by its rank.
+
+        place  sorts the texts before the rank does
+        """
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
@@ -164,18 +189,23 @@ class Ranks:
         return "{2}, on rank {1}".format(*min(found)) if found else nothing
 
     def joined(self, own: Mapping[int, T]) -> list[T]:
-        """What all ranks have, in the order of its numbers; of several with one number that of the first rank."""
+        """Merges the dicts of all ranks and returns the values in key order; lower ranks win."""
         told: list[Any] = [own]
         if self.world > 1:
             told = [None] * self.world
             dist.all_gather_object(told, own)
+        # reversed: later entries overwrite earlier ones, so the lowest rank's value remains.
         found = {number: value for each in reversed(told) for number, value in each.items()}
         return [found[number] for number in sorted(found)]
 
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError
     ) -> None:
-        """Raises on all ranks if one has another value of something; what: they are, for the message."""
+        """Raises `error` on all ranks if a value differs between ranks.
+
+        own   this rank's values by name
+        what  what the values are, for the message
+        """
         if self.world == 1:
             return
         told: list[Any] = [None] * self.world
@@ -194,19 +224,24 @@ class Ranks:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
+        """Ends all ranks after an error on any rank, and prints the error once."""
         try:
             yield
         except EndedElsewhere:
             raise
         except BaseException as error:
+            # A broken collective is a symptom: find the rank that caused it.
             if isinstance(error, RuntimeError) and is_lost(error):
                 raise self._explained(error) from error
             if isinstance(error, SystemExit):
                 error = NarrowgaugeError(
-                    f"{self.place}: rank {self.rank} of {self.world} left the run by sys.exit({error.code!r}). {AGAIN}"
+                    f"{self.place}: rank {self.rank} of {self.world} left the run by sys.exit({error.code!r}). {AGAIN}",
+                    code="ranks.exit",
                 )
+                # sys.exit on one rank would leave the others waiting in a collective.
                 self._fails(error.exit_code, str(error))
                 raise self._told(error) from None
+            # Another rank failed first, and its error is the one that is printed.
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
                 raise EndedElsewhere(told.get("code", 1)) from error
@@ -218,17 +253,24 @@ class Ranks:
             raise
 
     def _fails(self, code: int, words: str) -> bool:
-        """Tells the others that this rank fails; False if one has told before."""
+        """Sets `failed` for the other ranks; returns False if another rank has set it before."""
         mine = json.dumps({"rank": self.rank, "code": code, "words": words})
-        with contextlib.suppress(RuntimeError):  # the store is gone too: nobody to tell
+        # compare_set is atomic: of ranks that fail at once, exactly one prints its error.
+        # RuntimeError: the store is gone, and there is no rank left to inform.
+        with contextlib.suppress(RuntimeError):
             return bool(self._store.compare_set("failed", "", mine) == mine.encode())
         return True
 
     def _failed(self) -> dict[str, Any] | None:
+        """Contents of `failed`, or None. Does not block."""
+        # check() first: get() blocks until the key exists.
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
 
     def _is_watched(self) -> None:
-        """Warns where no sentinel of this rank reaches the store: then a peer that dies is found by time-outs alone."""
+        """Warns if this rank's sentinel does not reach the store.
+
+        Without a sentinel, only timeouts detect a dead rank.
+        """
         if self._live is None:
             return
         self._live.timeout_s = self.timeout_s
@@ -244,7 +286,10 @@ class Ranks:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """The others wait for this rank as long as it takes; only its end, or a stop by a signal, ends them."""
+        """Marks this rank as working alone, so that the others wait for it without a timeout.
+
+        Its exit, or a stop by a signal, still ends them.
+        """
         if self._live is None:
             yield
             return
@@ -255,14 +300,18 @@ class Ranks:
             self._live.is_alone = False
 
     def wait_for_first_rank(self, key: str) -> None:
-        """Until rank 0 has set the key. Raises EndedElsewhere where a rank or a sentinel reports a failure."""
+        """Waits until rank 0 sets `key`.
+
+        Raises EndedElsewhere if a rank or a sentinel reports a failure.
+        """
+        # Polling instead of store.wait(): a wait has a timeout, and would not notice `failed`.
         while not self._store.check([key]):
             if failed := self._failed():
                 raise EndedElsewhere(failed["code"])
             time.sleep(POLL_S)
 
     def _where(self, rank: int) -> str:
-        """Where its sentinel saw a rank last, for a sentence."""
+        """Last position and innermost stack frame of a rank, from its heartbeat; '' if unknown."""
         if not self._store.check([f"beat-{rank}"]):
             return ""
         beat = json.loads(self._store.get(f"beat-{rank}"))
@@ -272,13 +321,16 @@ class Ranks:
         return f" ({beat['host']}, pid {beat['pid']}, {beat['place'] or 'before the first step'}, at {innermost})"
 
     def _told(self, error: NarrowgaugeError) -> NarrowgaugeError:
+        """Marks an error as published in `failed`."""
         error.told = True
         return error
 
     def _explained(self, error: RuntimeError) -> NarrowgaugeError:
-        """Who is to blame for a collective that broke."""
+        """Error that names the rank responsible for a broken collective."""
         first_line = str(error).strip().splitlines()[0][:200]
         try:
+            # Set before waiting: ranks whose collective broke at the same time look for each
+            # other's key.
             self._store.set(f"alive-{self.rank}", "yes")
             until_s = time.monotonic() + REPORT_S
             missing = [rank for rank in range(self.world) if rank != self.rank]
@@ -289,10 +341,14 @@ class Ranks:
                 time.sleep(POLL_S)
         except RuntimeError:
             if self._live is not None:
-                self._live.wait_for_the_end()  # the sentinel of the first rank of this machine says why
+                # The sentinel of this machine's first rank reports the failure.
+                self._live.wait_for_the_end()
             return PeerError(
-                f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
+                f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}",
+                code="ranks.store-gone",
             )
+        # A timeout means a rank that did not answer; a closed connection means a process that
+        # ended.
         hung = re.search("imed out|timeout", str(error)) is not None
         if missing:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
@@ -306,45 +362,56 @@ class Ranks:
         words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
         if not self._fails(PeerError.exit_code, words):
             return EndedElsewhere(PeerError.exit_code)
-        return self._told(PeerError(words))
+        return self._told(PeerError(words, code="ranks.lost"))
 
 
 def under_torchrun() -> bool:
-    """Raises ConfigError where WORLD_SIZE names several ranks and what says how they meet is missing: each would train alone."""
+    """Returns True if torchrun's variables are set.
+
+    Raises ConfigError if WORLD_SIZE names several ranks but the other variables are missing: each
+    rank would train alone.
+    """
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing and (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
         raise ConfigError(
             f"WORLD_SIZE = {world} in the environment, without {' and '.join(missing)}: torchrun sets them all. Start the run with "
-            "torchrun, or unset WORLD_SIZE to train in one process."
+            "torchrun, or unset WORLD_SIZE to train in one process.",
+            code="torchrun.variables",
         )
     return not missing
 
 
 def restarted() -> bool:
-    """Whether torchrun started this rank again after one had failed."""
+    """True if torchrun restarted this rank after a failure."""
     return under_torchrun() and _number("TORCHELASTIC_RESTART_COUNT", "0") > 0
 
 
 def _own_device(device: str, local: int) -> int:
-    """The GPU of this rank. Raises ConfigError where all ranks would get one, or there are too few."""
+    """Index of this rank's GPU; ConfigError if ranks would share one, or there are too few."""
     if ":" in device:
-        raise ConfigError(f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.")
+        raise ConfigError(
+            f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.", code="ranks.device"
+        )
     if local >= torch.cuda.device_count():
         raise ConfigError(
             f"rank {local} of this machine has no GPU: PyTorch sees {plural(torch.cuda.device_count(), 'CUDA device')}. "
-            "Start as many ranks as there are GPUs, or take --device cpu."
+            "Start as many ranks as there are GPUs, or take --device cpu.",
+            code="ranks.no-gpu",
         )
     return local
 
 
 def _met(limit: timedelta) -> tuple[Any, int, int]:
-    """(store, rank, ranks). torchrun may keep the store from start to start, so each start has names of its own in it.
+    """Connects to torchrun's store; returns (store, rank, ranks).
 
-    Raises ConfigError for variables that are no numbers of ranks, PeerError where too few ranks come.
+    Raises ConfigError for invalid variables, and PeerError if ranks are missing after `limit`.
     """
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank >= world:
-        raise ConfigError(f"RANK = {rank}, WORLD_SIZE = {world}: ranks count from 0. Start the run with torchrun.")
+        raise ConfigError(
+            f"RANK = {rank}, WORLD_SIZE = {world}: ranks count from 0. Start the run with torchrun.",
+            code="torchrun.rank",
+        )
     _number("MASTER_PORT")
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))
@@ -352,16 +419,19 @@ def _met(limit: timedelta) -> tuple[Any, int, int]:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
         raise PeerError(
             f"rank {rank} of {world} did not meet the others at {place} within {limit.total_seconds():g} s (timeout_s): "
-            f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address."
+            f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address.",
+            code="ranks.timeout",
         ) from error
+    # torchrun may keep its store across restarts; a prefix for each start hides stale keys.
     return PrefixStore(liveness.prefix_of(world), store), rank, world
 
 
 def _number(name: str, default: str = "") -> int:
-    """Of a variable that torchrun sets."""
+    """Integer value of an environment variable that torchrun sets."""
     text = os.environ.get(name, default)
     if not re.fullmatch(r"\d{1,9}", text):
         raise ConfigError(
-            f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it."
+            f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it.",
+            code="torchrun.number",
         )
     return int(text)

@@ -1,13 +1,15 @@
-"""Sequence parallelism of a run: between their matrix products, the ranks of tp compute with other tokens each.
+"""Sequence parallelism: between matmuls, each rank of a tp group holds a part of the tokens.
 
     first block of a stack    x [rows, tokens, width], equal on all ranks  ->  this rank's tokens
-    norm, dropout, residual   this rank's tokens; the gradients of norms are summed over the ranks
-    column-wise layers        their input gathered along the tokens, once for q, k and v
-    row-wise layers           parts of sums, summed and cut along the tokens (`distributed.tensor_parallel`)
-    last block of a stack     its output gathered
+    norm, dropout, residual   this rank's tokens; gradients of norms are summed over the ranks
+    column-wise layers        input is all-gathered along the tokens, once for q, k and v
+    row-wise layers           partial sums, reduce-scattered along the tokens
+                              (`distributed.tensor_parallel`)
+    last block of a stack     output is all-gathered
 
-So an all-reduce is a gather and a reduce-scatter of the same bytes, and what blocks keep for backward outside of their products is shared
-out. Counts of tokens need not be a multiple of the ranks: the last ones have fewer, or none.
+An all-reduce becomes an all-gather and a reduce-scatter of the same total size. Tensors that blocks
+save for backward outside of their matmuls are divided among the ranks. The number of tokens need
+not be a multiple of the ranks: the last ranks get fewer tokens, or none.
 """
 
 from __future__ import annotations
@@ -30,29 +32,39 @@ from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS
 __all__ = ["TOKENS", "RowwiseParallel", "Stack", "styles_of"]
 
 TOKENS = 1  # axis of [rows, tokens, width]
-# Attention to what another stack has computed: keys and values read another tensor than the query, of which every rank has all tokens.
+# Cross-attention modules. Keys and values read the encoder's output, which is whole on every rank;
+# only the query's input is split by tokens.
 CROSS = ("encoder_attn", "EncDecAttention")
 
 
 class Stack:
-    """The blocks of one stack, from the first to the last. tokens: of the batch under way, on all ranks together."""
+    """A stack of blocks whose activations are split by tokens.
+
+    blocks  the blocks, first to last
+    mesh    one-dimensional tp mesh
+    tokens  tokens of the current batch on all ranks together
+    """
 
     def __init__(self, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
         self.blocks, self.mesh, self.tokens = blocks, mesh, 0
+        # The stack's input is equal on all ranks, so cutting it needs no communication in forward.
         blocks[0].register_forward_pre_hook(self._cut, with_kwargs=True)
         blocks[-1].register_forward_hook(self._gather)
 
     def per_rank_dropout(self, dropout: PerRankDropout) -> None:
-        """Gives each rank its own dropout from the first block to the last."""
+        """Gives each rank its own dropout generators from the first to the last block."""
         self.blocks[0].register_forward_pre_hook(dropout.begin)
         self.blocks[-1].register_forward_hook(lambda block, given, _: dropout.end(block, given))
 
     def read_gathered(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """As `read`, gathered in 16 bits."""
+        """As `read`, but gathers the tokens in 16 bits and passes a whole DTensor."""
         return _with_first(given, named, lambda x: self._cut_tensor(x).redistribute(placements=(Replicate(),)))
 
     def read(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """A forward pre-hook of what reads all tokens: its first input as a DTensor, which knows how many there are."""
+        """Forward pre-hook of modules that need all tokens: the first input becomes a DTensor.
+
+        The DTensor is sharded along the tokens and has the global shape.
+        """
         return _with_first(given, named, self._cut_tensor)
 
     def _cut(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -70,27 +82,34 @@ class Stack:
 
     def _cut_tensor(self, x: Tensor) -> DTensor:
         rows, _, width = x.shape
+        # Shape and stride are given explicitly: from_local would assume equal shards, and shards
+        # may be uneven.
         shape = torch.Size((rows, self.tokens, width))
         stride = (self.tokens * width, width, 1)
         return DTensor.from_local(x, self.mesh, (Shard(TOKENS),), run_check=False, shape=shape, stride=stride)
 
 
 class OwnTokens:
-    """A norm that computes with a rank's tokens: in its forward pass its parameters are such that their gradients are summed over ranks.
+    """Makes a norm compute with this rank's tokens, with gradients summed over the ranks.
 
-    Not torch's SequenceParallel: of DTensors whose tokens not all ranks have, torch decides on each rank by other shapes, and waits for
-    ever (2.13).
+    In the forward pass its parameters are replaced by outputs of `_SummedOverRanks`.
+
+    torch's SequenceParallel is not used. If some ranks have no tokens, DTensor decides on each rank
+    from a different shape, and the ranks deadlock (torch 2.13).
     """
 
     def __init__(self, norm: nn.Module, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
         self._held: dict[str, nn.Parameter | None] = {}
         norm.register_forward_pre_hook(self._begin)
+        # always_call: restore the parameters even if the forward pass raises.
         norm.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, norm: nn.Module, _: Any) -> None:
         self._held = {name: each for name, each in norm._parameters.items() if each is not None}
         for name, parameter in self._held.items():
+            # A non-Parameter cannot be assigned to a registered name, so the name moves to __dict__
+            # for the forward pass.
             del norm._parameters[name]
             norm.__dict__[name] = _SummedOverRanks.apply(parameter, self.group)
 
@@ -102,7 +121,7 @@ class OwnTokens:
 
 
 class _SummedOverRanks(torch.autograd.Function):
-    """A parameter as it is; its gradient is the sum over the ranks of a group."""
+    """Identity on a parameter; its gradient is all-reduced (sum) over the group."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -111,13 +130,14 @@ class _SummedOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A clone: all_reduce works in place, and autograd may hold `gradient` elsewhere.
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
 def _with_first(given: tuple[Any, ...], named: dict[str, Any], change: Callable[[Tensor], Any]) -> Any:
-    """The inputs of a module, the first of them changed; models give it by place or by name."""
+    """Applies `change` to a module's first input, passed by position or by keyword."""
     if given:
         return (change(given[0]), *given[1:]), named
     name = next(iter(named))
@@ -127,7 +147,10 @@ def _with_first(given: tuple[Any, ...], named: dict[str, Any], change: Callable[
 def styles_of(
     model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh
 ) -> tuple[list[Stack], dict[str, ParallelStyle]]:
-    """The stacks, and the styles of what gathers, to be applied before those of the plan."""
+    """Installs token splitting; returns (stacks, {module name: style that gathers its input}).
+
+    These styles must be applied before the plan's own styles.
+    """
     containers: dict[str, dict[str, nn.Module]] = {}
     for name, block in find_blocks(model, verb="parallel").items():
         containers.setdefault(name.rpartition(".")[0], {})[name] = block
@@ -143,14 +166,18 @@ def styles_of(
                 hook = stack.read_gathered if is_cross else stack.read
                 model.get_submodule(reader).register_forward_pre_hook(hook, with_kwargs=True)
                 if not is_cross:
-                    styles[reader] = GatherInput(axis=TOKENS, activations="16bit")  # `distribute` says otherwise
+                    # 16 bits until `distribute` sets the format of messages.
+                    styles[reader] = GatherInput(axis=TOKENS, activations="16bit")
             for norm in _norms(name, block, readers, plan):
                 OwnTokens(norm, mesh)
     return stacks, styles
 
 
 def _readers(block: str, names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
-    """Modules whose first input is gathered: those that hold column-wise layers, or such layers themselves right below the block."""
+    """Modules whose first input must hold all tokens.
+
+    These are the parents of column-wise layers, or such a layer itself if its parent is the block.
+    """
     found = dict[str, None]()
     for name in names:
         if plan[name] in (COLUMNS, GATHERED_COLUMNS):
@@ -160,11 +187,12 @@ def _readers(block: str, names: Iterable[str], plan: Mapping[str, str]) -> list[
 
 
 def _norms(prefix: str, block: nn.Module, readers: list[str], plan: Mapping[str, str]) -> list[nn.Module]:
-    """Modules with parameters of their own that compute with a rank's tokens, outside of what reads all of them."""
+    """Modules with own parameters that compute with a rank's tokens, outside of `readers`."""
     inside = tuple(f"{each}." for each in readers)
     found = []
     for below, module in block.named_modules():
         name = f"{prefix}.{below}" if below else prefix
+        # Modules of the plan and modules inside a reader see all tokens.
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and name not in plan and not name.startswith(inside):
             found.append(module)

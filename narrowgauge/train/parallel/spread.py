@@ -1,13 +1,15 @@
-"""The model of a run, spread over its ranks: copies under DistributedDataParallel, shards under fully_shard, layers cut by tp, or as it is.
+"""Distribution of the model: DistributedDataParallel, fully_shard, tensor and pipeline parallelism.
 
-    loss = sum of -log p / targets of the whole step, all ranks and micro-batches          so gradients are summed, not averaged
+    loss = sum of -log p / targets of the whole step, all ranks and micro-batches
 
-With W ranks of M micro-batches each, a rank's micro-batch number t is number t W + rank of the step. One process with W M micro-batches
-draws the same ones, and with W = 2, M = 1 computes the same sum to the bit; else the order of the sum differs. Ranks that share matrix
-products (`tensor`) count as one of the W: they read the same micro-batches.
+Gradients are therefore summed over ranks, not averaged. With W ranks of M micro-batches each,
+micro-batch t of a rank is number t W + rank of the step. One process with W M micro-batches draws
+the same ones. For W = 2, M = 1 the sum is bit-identical; otherwise the order of summation differs.
+A tp or pp group counts as a single rank in W, because its ranks read the same micro-batches.
 
-Whatever computes with the model is called through `Spread`, a module around it: under fully_shard its parameters are whole only then,
-and noise is keyed by its forward passes (`narrowgauge.distribute`).
+All computation with the model runs inside the forward pass of `Spread`, a module around it. Under
+fully_shard the parameters are gathered only there, and random numbers are keyed by its forward
+passes (`narrowgauge.distribute`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ T = TypeVar("T")
 
 
 class Spread(nn.Module):
-    """Calls functions that compute with the model, which it holds."""
+    """Wraps the model; its forward pass calls a function that computes with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,13 +54,15 @@ class Spread(nn.Module):
 
 
 class Parallel:
-    """A model over the ranks of a run.
+    """The model, distributed over the ranks of a run.
 
-    whole       to be called with what computes with the model; in stages, those of this rank
-    layout      ranks along each axis
-    mesh        of the ranks that share the model, or the same stages of it; None for copies (dp) alone, and for stages alone
-    agreements  what the ranks agree on at the end of a step, of each stage; none with CUDA graphs, whose noise is torch's
-    pipeline    of a model in stages, else None
+    whole       module to call: a `Spread` in its DDP or FSDP wrapper; a list of this rank's stages
+                under pp
+    layout      sizes of dp, fsdp, tp and pp
+    mesh        ranks that share the model, or the same stages; None for dp alone and pp alone
+    agreements  per stage, state that ranks reduce at the end of a step (`DistributedState`); empty with
+                CUDA graphs, which draw noise from torch's generators
+    pipeline    pipeline stages, or None
     """
 
     def __init__(
@@ -69,15 +73,20 @@ class Parallel:
         objective: Objective,
         probe: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """probe: inputs of a micro-batch, the same on all ranks."""
+        """Distributes `model` in place.
+
+        probe  returns the inputs of a micro-batch, equal on all ranks, to test tp on
+        """
         self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout)
         mesh = _mesh(self.layout, next(model.parameters()).device.type)
         self.mesh = None if mesh is None else _without_stages(mesh)
-        if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
+        # Before sharding, while every rank still has the whole model to compare.
+        if self.layout.world > self.layout.dp:
             digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
         products: tensor.Shared | None = None
         if self.mesh is not None and self.layout.tp > 1:
+            # tp first: fully_shard then shards the DTensors that tp leaves.
             products = tensor.cut(model, self.mesh["tp"], probe(), self.layout.sp)
         self.whole: nn.Module = Spread(model)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -107,19 +116,25 @@ class Parallel:
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [distributed_state(module) for module in modules]
             for each in self.agreements:
-                each.counts_micro_batches = not each.layers  # else ranks would leave out the same elements by dropout
+                # Without converted layers, nothing else keys dropout by micro-batch, and all ranks
+                # would drop the same elements.
+                each.counts_micro_batches = not each.layers
         if products is not None:
             parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
             for part, state in zip(parts, self.agreements, strict=True):
                 tensor.per_rank_dropout(part, products, state)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Blocks one by one, and what is around them, of each stage, together; of each what stays in float32 beside 16 bits apart.
+        """Applies fully_shard to each block, then to the rest of each stage.
 
-        Stages stay gathered through a step: they are not gathered for each micro-batch, and a schedule that splits the backward pass
-        finds the parameters whose gradients it computes; of others it would compute none.
+        Float32 modules in a 16-bit model form their own FSDP groups, since a group has one dtype.
+
+        Pipeline stages stay gathered for a whole step. That avoids a gather for each micro-batch.
+        Schedules that split the backward pass also need it. They look up the parameters whose
+        gradients they compute, and found none for resharded blocks (docs/log.md, "several ranks").
         """
         _refuse_types(model)
+        # Two axes make HSDP: sharded along fsdp, replicated along dp.
         readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
         parts: list[tuple[nn.Module, Iterable[nn.Module]]] = []
         if self.pipeline is None:
@@ -133,47 +148,48 @@ class Parallel:
                         fully_shard(each, mesh=readers, reshard_after_forward=None if self.pipeline is None else False)
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """`compute(*given, **named)` inside a forward pass of the model."""
+        """Calls `compute(*given, **named)` inside a forward pass of the model."""
         if self.pipeline is not None:
-            return compute(*given, **named)  # which calls the stages
+            return compute(*given, **named)  # `compute` calls the stages itself
         return self.whole(compute, *given, **named)
 
     def advance(self, model: nn.Module) -> None:
-        """After an optimizer step: `narrowgauge.advance` of the model, and the end of what is counted where no layer is converted."""
+        """Ends an optimizer step: advances the model's quantizers and the agreements' counters."""
         advance(model)
         for each in self.agreements:
+            # States with converted layers end their step inside `advance`.
             if each.counts_micro_batches:
                 each.end_step(())
 
     @property
     def stages_group(self) -> Any:
-        """The ranks that hold other parameters of one copy of the model; None: each holds, or shares, all."""
+        """Process group of the ranks that hold other stages of one model copy; None without pp."""
         return None if self.pipeline is None else self.pipeline.group
 
     @property
     def knows_losses(self) -> bool:
-        """Whether this rank computes losses, or another one that has the last stage."""
+        """True if this rank computes losses; under pp, only the rank with the last stage does."""
         return self.pipeline is None or self.pipeline.has_last
 
     def of_all(self, own: Mapping[Key, T]) -> dict[Key, T]:
-        """By names of layers, what all stages have, in the order of the model."""
+        """Merges dicts keyed by layer name over all stages, in model order."""
         return dict(own) if self.pipeline is None else self.pipeline.of_all(own)
 
     def follows(self, is_last: bool) -> None:
-        """Before the forward pass of a micro-batch: gradients travel with the last one of a step."""
+        """Prepares a micro-batch's forward pass; gradients are reduced in a step's last one."""
         if isinstance(self.whole, DistributedDataParallel):
             self.whole.require_backward_grad_sync = is_last
         elif isinstance(self.whole, FSDPModule):
             self.whole.set_requires_gradient_sync(is_last)
 
     def release(self) -> None:
-        """After forward passes without a backward pass: stages stay gathered no longer."""
+        """Frees gathered stages after forward passes without a backward pass."""
         for each in self.whole.modules() if self.pipeline is not None else ():
             if isinstance(each, FSDPModule):
                 each.reshard()
 
     def words(self) -> str:
-        """For the console, or ''."""
+        """Description for the console; '' for one rank."""
         if self.ranks.world == 1:
             return ""
         sizes, parts = self.layout, list[str]()
@@ -191,93 +207,107 @@ class Parallel:
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """The settings of a step of all ranks: `micro_batches` of each become those of the step.
+    """Settings with `micro_batches` counted over all ranks instead of for each rank.
 
-    Raises ConfigError if they do not divide the batch.
+    Raises ConfigError if that number does not divide the batch.
     """
     return replace(config, micro_batches=parts_of(config, ranks.layout))
 
 
 def parts_of(config: TrainConfig, sizes: Layout) -> int:
-    """Micro-batches of a step of all ranks. Raises ConfigError if they do not divide the batch."""
+    """Micro-batches of a step on all ranks. Raises ConfigError if they do not divide the batch."""
     copies = sizes.data
     parts = config.micro_batches * copies
     if copies > 1 and not config.token_budget and config.batch_size % parts:
         raise ConfigError(
             f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {copies} ranks with "
-            f"micro_batches = {config.micro_batches} each. Change one of them."
+            f"micro_batches = {config.micro_batches} each. Change one of them.",
+            code="parallel.batch-size",
         )
     return parts
 
 
 def refuse(config: TrainConfig, sizes: Layout) -> None:
-    """ConfigError for settings that do not work on these ranks."""
+    """Raises ConfigError for settings that this parallel layout does not support."""
     if sizes.world == 1:
         return
     if config.cuda_graph:
         raise ConfigError(
-            f"cuda_graph = true: does not capture the messages of {sizes.world} ranks. Train without --cuda-graph."
+            f"cuda_graph = true: does not capture the messages of {sizes.world} ranks. Train without --cuda-graph.",
+            code="parallel.cuda-graph",
         )
     if config.weights != "16bit" and sizes.fsdp == 1:
         raise ConfigError(
             f"weights = {config.weights!r}: with parallel = {str(sizes)!r} no weights are gathered. Take parallel = 'fsdp', or leave "
-            f"weights out.{_branch(config, 'weights')}"
+            f"weights out.{_branch(config, 'weights')}",
+            code="parallel.weights",
         )
     if config.compile and config.weights != "16bit":
         raise ConfigError(
             f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
-            "Take weights = '16bit', or leave compile out."
+            "Take weights = '16bit', or leave compile out.",
+            code="parallel.compiled-codes",
         )
     if sizes.pp == 1 and not sizes.sp and config.activations != "16bit":
         raise ConfigError(
             f"activations = {config.activations!r}: no activations travel so with parallel = {str(sizes)!r}. Take pp=2, or tp=2,sp, whose "
-            f"ranks send tokens to each other; or leave it out.{_branch(config, 'activations')}"
+            f"ranks send tokens to each other; or leave it out.{_branch(config, 'activations')}",
+            code="parallel.activations",
         )
     if sizes.pp > 1 and sizes.sp:
         raise ConfigError(
-            f"parallel = {str(sizes)!r}: stages hand on all tokens, so ranks of a stage have no tokens of their own. Leave out sp, or pp."
+            f"parallel = {str(sizes)!r}: stages hand on all tokens, so ranks of a stage have no tokens of their own. Leave out sp, or pp.",
+            code="parallel.sp-pp",
         )
     if config.gradients != "16bit" and sizes.fsdp == 1 and sizes.dp > 1 and sizes.tp * sizes.pp > 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take fsdp in the "
-            f"place of dp, or leave gradients out.{_branch(config, 'gradients')}"
+            f"place of dp, or leave gradients out.{_branch(config, 'gradients')}",
+            code="parallel.gradients-of-copies",
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
-            f"{_branch(config, 'gradients')}"
+            f"{_branch(config, 'gradients')}",
+            code="parallel.no-gradients",
         )
     if sizes.tp * sizes.pp > 1 and config.compile:
         raise ConfigError(
-            "compile = true: does not work with parts of layers (tp) or stages (pp). Take parallel = 'dp' or 'fsdp', or leave it out."
+            "compile = true: does not work with parts of layers (tp) or stages (pp). Take parallel = 'dp' or 'fsdp', or leave it out.",
+            code="parallel.compiled",
         )
     if sizes.tp * sizes.pp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
             "precision = 'amp-fp16': an overflow in one stage, or part of a layer, must be known to all, and torch's GradScaler does not "
-            "see to that. Take precision amp-bf16, or fsdp."
+            "see to that. Take precision amp-bf16, or fsdp.",
+            code="parallel.float16",
         )
     if sizes.tp > 1 and config.fuse:
         raise ConfigError(
-            "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out."
+            "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out.",
+            code="parallel.fuse",
         )
 
 
 def _branch(config: TrainConfig, key: str) -> str:
-    """How a run goes on without a setting, which a resumed one has from its folder."""
+    """Advice for a resumed run, whose settings come from its folder: branch it without `key`."""
     if not config.resume:
         return ""
     return f" The run in {config.output!r} was started with it: branch it, with --from {config.output} --{key} 16bit --output NEW."
 
 
 def _sum_within_blocks(model: nn.Module) -> None:
-    """Each block sums the gradients of what it reads before they leave it, as fully_shard has it, in one process and in copies too.
+    """Makes every layout sum the gradients of a block's inputs in the order of fully_shard.
 
-    All blocks of a decoder read the encoder's output, in two products each. fully_shard puts an autograd function of its own around
-    the inputs of a block (RegisterPostBackwardFunction), so the sum there is (k1 + v1) + (k0 + v0), and without it
-    ((k1 + v1) + k0) + v0: other last bits. Where no stack has two blocks there is one order alone.
+    All decoder blocks read the encoder's output, in two matmuls each. fully_shard wraps a block's
+    inputs in an autograd function (RegisterPostBackwardFunction), so it sums (k1 + v1) + (k0 + v0).
+    Plain autograd sums ((k1 + v1) + k0) + v0, with other last bits. The difference was measured on
+    Marian: two elements after four steps with 16-bit gradients, half of all encoder gradients in
+    float32.
     """
     try:
         blocks = find_blocks(model, verb="parallel")
+    # A model without a stack of two blocks has only one order of summation.
     except ConfigError:
         return
     for block in blocks.values():
@@ -291,24 +321,32 @@ def _own_inputs(
 
 
 def _own(value: Any) -> Any:
-    """A tensor that gradients flow to, as a node of its own in the graph."""
+    """View of a tensor that requires gradients: a separate autograd node that sums them."""
     return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
-    """has_spare: parameters may take no part in the loss: those of a pooler that a task does not use, learned steps in BF16."""
+    """Wraps the module in DistributedDataParallel.
+
+    has_spare  parameters may get no gradient: a pooler that the task does not use, or learned steps
+               while the model runs in BF16
+    """
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    key = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"  # until torch 2.12
+    # Broadcasting buffers would overwrite each rank's amax histories. The argument was named
+    # broadcast_buffers up to torch 2.12.
+    key = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     options: dict[str, Any] = {key: False, "find_unused_parameters": has_spare}
+    # init_sync=False: all ranks have built the same weights; `digest` reports drift instead of
+    # overwriting it.
     return DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True, **options)
 
 
 def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
-    """Of the axes that are needed, in the order in which ranks are numbered; None for copies alone.
+    """Device mesh of the axes with more than one rank, in rank order; None for dp alone.
 
-    Copies of cut layers, and of stages, are shards in one piece: torch's DDP takes no DTensors, and sums no gradient that a schedule
-    without bubbles computes.
+    Under tp or pp, copies (dp) use fully_shard with one shard. torch's DDP accepts no DTensors, and
+    does not reduce gradients that a zero-bubble schedule computes.
     """
     if sizes.fsdp * sizes.tp * sizes.pp == 1:
         return None
@@ -318,13 +356,13 @@ def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
 
 
 def _without_stages(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that have the stages of this one."""
+    """Submesh of the ranks with this rank's stages; None if pp is the only axis."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
     return mesh[names] if names else None
 
 
 def _refuse_types(model: nn.Module) -> None:
-    """Of what is gathered together: not of what stays in float32 beside 16 bits."""
+    """Raises ConfigError if parameters of one FSDP group would have several dtypes."""
     wide = {id(parameter) for module in kept_modules(model).values() for parameter in module.parameters()}
     types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
@@ -332,11 +370,12 @@ def _refuse_types(model: nn.Module) -> None:
         why = ": learned steps are float32" if learned else ""
         raise ConfigError(
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "
-            "Take precision amp-bf16, or parallel = 'dp'."
+            "Take precision amp-bf16, or parallel = 'dp'.",
+            code="parallel.mixed-types",
         )
 
 
 def _wide_parts(module: nn.Module) -> list[nn.Module]:
-    """What stays in float32 beside 16 bits, and is not of a block that was sharded already."""
+    """Float32 modules of a 16-bit model, without those that fully_shard has wrapped already."""
     kept = kept_modules(module).values()
     return [each for each in kept if next(each.parameters(), None) is not None and not isinstance(each, FSDPModule)]

@@ -1,8 +1,9 @@
-"""The state of a run in stages under the names of one process: of each rank its part, of all together the whole.
+"""State of a pipeline-parallel run under the parameter names and numbers of one process.
 
-Weights and what recipes remember have the names of the whole model anyway. An optimizer numbers its parameters, so in a checkpoint a
-rank's state has the numbers that the optimizer of the whole model would give: `state.17.exp_avg`, with the groups of the whole. Each
-rank writes its part, and reads its part of what any number of ranks wrote.
+Weights and recipe buffers have the whole model's names on every stage. An optimizer numbers its
+parameters, so checkpoints use the numbers of an optimizer of the whole model: `state.17.exp_avg`,
+with the parameter groups of the whole. Each rank writes its part, and reads its part of a
+checkpoint from any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from narrowgauge.train.checkpoint.store import Tensors
 
 
 class WholeNumbers:
-    """Of the parameters of a model that is about to be cut, in an optimizer of all of them, which has no state yet."""
+    """Parameter numbers of the whole model's optimizer.
+
+    Create it before the model is cut into stages.
+
+    numbers  {parameter name: number}
+    groups   parameter groups of the whole model's optimizer
+    weights  names of all weights of the whole model
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -29,31 +37,38 @@ class WholeNumbers:
         self.weights = {name for name in model.state_dict() if is_weight(name)}
 
     def of_rank(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Number of a parameter in this rank's optimizer -> its number in the whole."""
+        """Number in the whole model's optimizer for each parameter of this rank's optimizer."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         return [self.numbers[names[parameter]] for group in optimizer.param_groups for parameter in group["params"]]
 
     def collect(self, model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
-        """As `checkpoint.state.collect`: of tensors this rank's part, of the rest the whole, on all ranks, which call together."""
+        """As `checkpoint.state.collect`: this rank's tensors, and other state of the whole model.
+
+        All ranks must call it together.
+        """
         tensors, rest = state.collect(model, optimizer, scaler)
         tensors = self.in_whole(tensors, model, optimizer)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, list(tensors["optimizer"]))
         names = sorted((name for each in told for name in each), key=_number)
+        # The schedule changes lr after the groups were recorded; all other options are constant.
         groups = [{**group, "lr": optimizer.param_groups[0]["lr"]} for group in self.groups]
         rest["optimizer"] = _flat(dict.fromkeys(names, torch.empty(0)), groups)[1]
-        # An empty group is an entry of its own, which other stages have tensors below: recipes may add to the layers of one stage alone.
+        # Drop empty groups: a distributed checkpoint stores an empty dict as an entry of its own,
+        # which collides with tensors that other stages store under the same group.
         return {group: members for group, members in tensors.items() if members}, rest
 
     def in_whole(self, tensors: Tensors, model: nn.Module, optimizer: Any) -> Tensors:
-        """With the numbers of the whole."""
+        """The same tensors, with the optimizer's numbered as in the whole model."""
         numbers = dict(enumerate(self.of_rank(model, optimizer)))
         return {**tensors, "optimizer": _renumbered(tensors["optimizer"], numbers)}
 
     def own_tensors(self, saved: Tensors, model: nn.Module, optimizer: Any, is_whole: bool = False) -> Tensors:
-        """Of a checkpoint's tensors what this rank has, with its optimizer's own numbers.
+        """Selects this rank's tensors of a checkpoint, with the numbers of its own optimizer.
 
-        is_whole: these are those of all stages. Raises ValueError if they are another model's.
+        is_whole  `saved` covers all stages, so its weights must be exactly the model's
+
+        Raises ValueError if they belong to another model.
         """
         others = saved.get("weights", {}).keys() ^ self.weights if is_whole else set()
         if others:
@@ -67,9 +82,9 @@ class WholeNumbers:
         return {**found, "optimizer": _renumbered(mine, numbers)}
 
     def own_part(self, saved: Tensors, rest: dict[str, Any], model: nn.Module, optimizer: Any) -> tuple[Tensors, Any]:
-        """As `own_tensors`, and the rest of the state, as `checkpoint.state.restore` wants them.
+        """Selects this rank's tensors and other state, in the form of `checkpoint.state.restore`.
 
-        Raises ValueError for a state of another optimizer.
+        Raises ValueError for the state of another optimizer.
         """
         tensors = self.own_tensors(saved, model, optimizer)
         groups = state.unflatten(dict(rest["optimizer"]["items"])["param_groups"], {})
@@ -78,6 +93,8 @@ class WholeNumbers:
         of_number = {number: group for group in groups for number in group["params"]}
         numbers, own_groups = self.of_rank(model, optimizer), list[dict[str, Any]]()
         for group in optimizer.state_dict()["param_groups"]:
+            # A rank's group is a part of one group of the whole, so its first parameter identifies
+            # that group.
             theirs = of_number[numbers[group["params"][0]]]
             own_groups.append({**theirs, **{key: group[key] for key in ("params", "param_names") if key in group}})
         moments, tree = _flat(tensors["optimizer"], own_groups)
@@ -97,7 +114,7 @@ def _renumbered(tensors: dict[str, Tensor], numbers: dict[int, int]) -> dict[str
 
 
 def _flat(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Any]:
-    """`flatten` of the state dict of an optimizer with these tensors, by their names."""
+    """Flattens an optimizer's state dict that is built from these named tensors."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         found.setdefault(_number(name), {})[name.split(".", 2)[2]] = tensor

@@ -1,13 +1,18 @@
-"""A causal language model cut into the stages of a pipeline, at its blocks: embedding, first blocks | blocks | last blocks, norm, head.
+"""Cuts a causal language model into pipeline stages at its blocks.
 
-    stage(h) = the model itself, called with inputs_embeds = h; what other stages have is `Absent` from it, and hands on its input
+    stages: embedding, first blocks | blocks | last blocks, norm, head
+    stage(h) = the model itself, called with inputs_embeds = h; modules of other stages are replaced
+               by `Absent`, which returns its input
 
-So each stage computes rotary embeddings and masks by the model's own code, and its modules keep the names that they have in the whole
-model: parameters, recipes by pattern, random numbers and checkpoints are those of one process. Nothing is traced.
+Each stage computes rotary embeddings and masks with the model's own code. Its modules keep the
+names of the whole model. Parameters, recipe patterns, random numbers and checkpoints therefore
+match a run of one process. Nothing is traced.
 
-L blocks among S stages: stage s has those from ceil(s L / S) to ceil((s + 1) L / S), so that the last, which has the head too, has no more
-than others. Whether the stages compute what the model does is tried on a few tokens before anything is cut: a model that does more to its
-embeddings than to look them up, say, is refused by name.
+With L blocks and S stages, stage s gets blocks ceil(s L / S) to ceil((s + 1) L / S) - 1. The last
+stage also has the head, and this rounding never gives it more blocks than another stage.
+
+Before the cut, the stages are run on a few tokens and compared with the whole model. Models that do
+more than a lookup with their embeddings are refused by name.
 """
 
 from __future__ import annotations
@@ -26,11 +31,15 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.train.loss import NO_CACHE
 
-PROBE = 8  # tokens
+PROBE = 8  # tokens of the test batch
 
 
 class Absent(nn.Module):
-    """In the place of a module that another stage has: hands on its first input. What models read of their blocks' kinds, it says too."""
+    """Placeholder for another stage's module: returns its first input.
+
+    It copies the original's str and int attributes. Models read some attributes from their blocks,
+    such as the type of attention.
+    """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -41,7 +50,7 @@ class Absent(nn.Module):
 
 
 class AbsentTable(nn.Module):
-    """In the place of an embedding that another stage has added already: zeros."""
+    """Placeholder for an embedding that an earlier stage has added already: returns zeros."""
 
     def __init__(self, original: nn.Embedding) -> None:
         super().__init__()
@@ -53,7 +62,13 @@ class AbsentTable(nn.Module):
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut. Names of modules: `first` are of the first stage, `last` of the last one."""
+    """Assignment of modules to stages, by dotted module name.
+
+    first   modules of the first stage, besides blocks
+    blocks  all blocks, in order
+    last    modules of the last stage, besides blocks
+    count   number of stages
+    """
 
     first: tuple[str, ...]
     blocks: tuple[str, ...]
@@ -62,7 +77,10 @@ class Cut:
 
     @classmethod
     def of(cls, model: Any, count: int) -> Cut:
-        """Into `count` stages. Raises ConfigError, which names the model, if there is no such cut."""
+        """Plans a cut into `count` stages.
+
+        Raises ConfigError, naming the model, if it cannot be cut.
+        """
         kind = type(model).__name__
         if not hasattr(model, "base_model") or model.base_model is model or model.get_output_embeddings() is None:
             raise _refusal(kind, "is no causal language model of transformers with a part below its output head")
@@ -72,7 +90,8 @@ class Cut:
             raise _refusal(kind, "has more than one stack of blocks")
         if len(blocks) < count:
             raise ConfigError(
-                f"parallel: {len(blocks)} blocks are fewer than {count} stages. Take a smaller pp, or a schedule with one stage per rank."
+                f"parallel: {len(blocks)} blocks are fewer than {count} stages. Take a smaller pp, or a schedule with one stage per rank.",
+                code="pipeline.blocks",
             )
         first, last = _around(model, stack)
         found = cls(first, blocks, last, count)
@@ -80,11 +99,12 @@ class Cut:
         return found
 
     def blocks_of(self, number: int) -> tuple[str, ...]:
+        """Names of the blocks of stage `number`."""
         first, end = (-(-place * len(self.blocks) // self.count) for place in (number, number + 1))
         return self.blocks[first:end]
 
     def absent(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """The modules that none of these stages has."""
+        """Modules that belong to none of the stages `numbers`."""
         own = set(numbers)
         kept = {name for number in own for name in self.blocks_of(number)}
         missing = [name for name in self.blocks if name not in kept]
@@ -95,9 +115,13 @@ class Cut:
         )
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """A parameter of two stages, or of all, would be trained apart by each."""
+        """Raises ConfigError if a parameter belongs to several stages.
+
+        Each stage would train its own copy.
+        """
         stages: dict[int, tuple[int, str]] = {}
         for number in range(self.count):
+            # The trailing dot keeps `layers.1` from matching `layers.10`.
             absent = tuple(f"{name}." for name in self.absent([number]))
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 if name.startswith(absent):
@@ -112,13 +136,16 @@ class Cut:
                 raise ConfigError(
                     f"parallel: {known!r} of stage {other} and {name!r} of stage {number} are one tensor (tied weights), which each stage "
                     "would train apart. Untie them (tie_word_embeddings = false in config.json, and weights of its own for the head), or "
-                    "take pp=1."
+                    "take pp=1.",
+                    code="pipeline.tied-weights",
                 )
 
     def refuse_other_numbers(self, model: Any, context: AbstractContextManager[Any]) -> torch.dtype:
-        """Raises ConfigError unless the stages, one after the other, compute the model's logits to the bit; generators stay as they are.
+        """Raises ConfigError unless the chained stages give the model's logits bit for bit.
 
-        context: of the run's precision. Returns the dtype of what travels between stages.
+        context  autocast context of the run's precision
+
+        Returns the dtype of the activations between stages. Random generators are restored.
         """
         table = model.get_input_embeddings().weight
         ids = torch.arange(PROBE, device=table.device)[None] % table.shape[0]
@@ -130,6 +157,7 @@ class Cut:
                 torch.no_grad(),
                 torch.random.fork_rng(devices=[table.device] if table.is_cuda else []),
             ):
+                # Same seed for both passes, so that dropout draws the same masks.
                 torch.manual_seed(0)
                 whole = model(input_ids=ids, **NO_CACHE).logits
                 torch.manual_seed(0)
@@ -140,6 +168,7 @@ class Cut:
                     found = stage(inputs_embeds=found, **NO_CACHE).last_hidden_state
                 logits = view(model, self.absent([self.count - 1]))(inputs_embeds=found, **NO_CACHE).logits
         except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            # A RuntimeError, but no sign of an unsuitable model.
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -152,14 +181,16 @@ class Cut:
 def _refusal(kind: str, words: str) -> ConfigError:
     return ConfigError(
         f"parallel: {kind} {words}, so it cannot be cut at its blocks. Cut models that can, as those of Llama, Mistral and Qwen; "
-        "for this one take fsdp."
+        "for this one take fsdp.",
+        code="pipeline.uncuttable",
     )
 
 
 def _around(model: nn.Module, stack: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(what comes before the blocks, what comes after them), in the order in which modules were made.
+    """(module names before the blocks, module names after them), in registration order.
 
-    What has no parameters is on every stage, as rotary embeddings are, but for dropout of the embeddings.
+    Modules without parameters, such as rotary embeddings, stay on every stage; dropout of the
+    embeddings is the exception.
     """
     before, after = list[str](), list[str]()
     path = stack.split(".")
@@ -172,18 +203,20 @@ def _around(model: nn.Module, stack: str) -> tuple[tuple[str, ...], tuple[str, .
         for name, child in parent.named_children():
             if name == step:
                 seen = True
+            # Embedding dropout on every stage would drop activations again at each stage's input.
             elif next(child.parameters(), None) is not None or (isinstance(child, nn.Dropout) and not seen):
                 (after if seen else before).append(prefix + name)
     return tuple(before), tuple(after)
 
 
 def view(model: Any, absent: Iterable[str]) -> Any:
-    """The model without these modules: another object, which shares all that is left with it."""
+    """Shallow copy of the model with placeholders for modules `absent`; the rest is shared."""
     below: dict[str, list[str]] = {}
     for name in absent:
         child, _, rest = name.partition(".")
         below.setdefault(child, []).append(rest)
     found = copy.copy(model)
+    # copy.copy shares the dict of children, which must not change in the original.
     found.__dict__["_modules"] = dict(model._modules)
     for name, rests in below.items():
         child = model._modules[name]
@@ -192,7 +225,7 @@ def view(model: Any, absent: Iterable[str]) -> Any:
 
 
 def remove(model: nn.Module, absent: Iterable[str]) -> None:
-    """Takes these modules out of the model itself, so that their memory is free."""
+    """Replaces modules of the model by placeholders in place, which frees their memory."""
     for name in absent:
         parent, _, last = name.rpartition(".")
         modules: Mapping[str, Any] = model.get_submodule(parent)._modules

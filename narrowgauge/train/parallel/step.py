@@ -1,8 +1,8 @@
-"""What the ranks of a run tell each other in an optimizer step: before it their targets, after it their losses and norm, and who failed.
+"""Exchanges between ranks in an optimizer step: targets, losses, norm, non-finite values.
 
-targets of the step = sum over ranks            before the first forward pass, whole numbers on the host
-loss = l_0 + l_1 + ...  float32                 in the order of the global micro-batches, as one process adds them
-norm                                            of the summed gradient, so one number on all ranks
+targets of the step = sum over ranks            int64 on the host, before the first forward pass
+loss = l_0 + l_1 + ...  float32                 in the order of all micro-batches, as in one process
+norm                                            of the summed gradient: one number on all ranks
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from narrowgauge.train.tasks.task import StepBatch
 def targets_of_ranks(
     batch: StepBatch, number: int, stop: StopRequest | AgreedStop, ranks: Ranks
 ) -> tuple[int, dict[str, Any]]:
-    """The targets of a step, and what its event says of its batch. What each rank was asked for travels with them."""
+    """Returns (targets of the step on all ranks, facts of its event).
+
+    Requests to stop travel in the same message.
+    """
     facts = dict(batch.facts)
     if ranks.world == 1:
         return targets_of_step(batch.batches, number), facts
     assert isinstance(stop, AgreedStop)
+    # One all-gather for all three numbers, before any rank starts the forward pass.
     own = [sum(map(valid_targets, batch.batches)), facts.get("positions", 0), stop.own]
     told = ranks.numbers(own)
     stop.agree([asked for *_, asked in told])
@@ -40,18 +44,22 @@ def targets_of_ranks(
         if counts != told[first][:2]:
             raise DataError(
                 f"step {number}: ranks {first} and {rank} share matrix products or stages, and must read the same data, but have "
-                f"{told[first][0]} and {counts[0]} targets. Give all machines the same data."
+                f"{told[first][0]} and {counts[0]} targets. Give all machines the same data.",
+                code="ranks.other-data",
             )
     targets, positions, _ = zip(*_once(told, ranks), strict=True)
     if "positions" in facts:
         facts["positions"] = sum(positions)
+    # Called with no batches, `targets_of_step` raises its error for a step without targets.
     return sum(targets) or targets_of_step([], number), facts
 
 
 def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float]:
-    """-> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms, or for the same data different losses.
+    """Returns (loss of the step, gradient norm).
 
-    losses: of a rank's micro-batches, which are those of other stages too
+    losses  this rank's micro-batches; ranks of other stages have the same
+
+    Raises DriftError on all ranks if norms differ, or losses of the same data.
     """
     of_ranks = ranks.reals([*losses, norm])
     for rank, (*own, other) in enumerate(of_ranks):
@@ -60,11 +68,14 @@ def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float
             ("the norm of the summed gradient", of_ranks[0][-1], other, 0),
             ("the losses of the same micro-batches", of_ranks[first][:-1], own, first),
         ):
-            if repr(here) != repr(there):  # NaN is NaN
+            # repr: NaN != NaN, but two ranks with NaN agree.
+            if repr(here) != repr(there):
                 raise DriftError(
                     f"{ranks.place}: {what} is {here!r} on rank {place} and {there!r} on rank {rank}, and must be one "
-                    "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
+                    "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume.",
+                    code="ranks.drift",
                 )
+    # float32 additions in the order of global micro-batches: one process adds its losses so.
     total = np.float32(0)
     with np.errstate(all="ignore"):
         for turn in zip(*(each[:-1] for each in _once(of_ranks, ranks)), strict=True):
@@ -74,7 +85,7 @@ def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float
 
 
 def _once(of_ranks: list[list[Any]], ranks: Ranks) -> list[list[Any]]:
-    """What ranks have of their data, once for each part of it."""
+    """Keeps one rank's entry for each group of ranks that read the same data."""
     return [each for rank, each in enumerate(of_ranks) if rank == ranks.layout.readers(rank)[0]]
 
 
@@ -86,12 +97,17 @@ def where_nonfinite(
     forward: Callable[[], None] | None = None,
     order: Mapping[str, int] | None = None,
 ) -> str:
-    """`first_nonfinite`, with the rank that saw it.
+    """As `first_nonfinite`, with the rank that found the value.
 
-    Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them. Then the rank that
-    saw it after the fewest tensors: of those that share products one has it in its own features before a sum hands it to the others.
-    forward, order: of a model in stages, that of the step alone, and the places of modules. What appears there is named where it comes
-    first; else, in a gradient, where it comes last.
+    repeat   recomputes the step, forward and backward
+    forward  recomputes the forward pass alone; pipeline stages only
+    order    {module name: position in the model}; pipeline stages only
+
+    Parameters are checked first, on all ranks together: a rank that returned early would leave the
+    others in a forward pass that gathers parameters. Then the rank that had checked the fewest
+    tensors wins. Within a tp group, that rank has the value in its own features, before a sum
+    spreads it. Under pp, a value in the forward pass is reported at its first module, a value in a
+    gradient at its last.
     """
     if ranks.world == 1:
         return first_nonfinite(model, repeat, loss)
@@ -110,4 +126,5 @@ def where_nonfinite(
     if words != NOTHING:
         return words
     own = first_nonfinite(model, repeat, math.nan)
+    # Backward runs from the last module to the first.
     return ranks.first_of(own, NOTHING, -place(own))

@@ -1,12 +1,15 @@
-"""Tensor parallelism of a run: cuts the layers of a model among ranks, and makes sure that it still computes the same.
+"""Tensor parallelism: shards the layers of a model over a tp group and verifies the result.
 
-    columns, rows    as `tensor_plans` says; one DTensor of x for q, k and v
-    output head      an untied one by its words: `memory.chunked_cross_entropy` never has a token's logits of all words on one rank
-    dropout          between columns and rows each rank's own
-    sp               between them each rank its own tokens (`sequence`)
-    the rest         whole, plain and equal on every rank: a rank's gradient is that of the whole, and digests compare it
+    columns, rows    by `tensor_plans`; q, k and v read one shared DTensor of x
+    output head      if untied, sharded by vocabulary: no rank holds all logits of a token in
+                     `memory.chunked_cross_entropy`
+    dropout          between columns and rows, each rank draws its own
+    sp               between matmuls, each rank has its own tokens (`sequence`)
+    the rest         whole, plain and equal on every rank: gradients are the whole model's, and
+                     digests compare the ranks
 
-Nothing is cut on a name alone: the model computes a batch before and after, and refuses where that differs.
+A layer's name alone is not trusted: logits of one batch are computed before and after sharding, and
+a difference raises ConfigError.
 """
 
 from __future__ import annotations
@@ -32,16 +35,22 @@ from narrowgauge.nn.sharded import cut_tiles
 from narrowgauge.train.parallel import sequence, tensor_plans
 from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS, PER_HEAD, ROWS, SPLIT_ROWS
 
-HEADS_AXIS = 2  # of what a norm of heads reads: [batch, tokens, heads, width]
-# |logits - those before| / |those before|. Another order of sums makes 1e-6, or 1e-2 in 16 bits; the smallest that a wrong cut made was
-# 0.23 (OPT, whose heads took tokens for heads).
+HEADS_AXIS = 2  # axis of the heads in the input of a per-head norm: [batch, tokens, heads, width]
+# Largest accepted |after - before| / |before| of the logits. Another order of summation causes
+# 1e-6, or 1e-2 in 16 bits. The smallest error of a wrong plan was 0.23 (OPT, whose attention
+# mistook tokens for heads).
 NEAR = {torch.float32: 1e-3}
 NEAR_IN_16_BITS = 0.1
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A model whose layers ranks share. plan: by names of modules; stacks: of blocks that compute with a rank's own tokens."""
+    """A model sharded over a tp group.
+
+    mesh    one-dimensional tp mesh
+    plan    {module name: style}
+    stacks  stacks of blocks with sequence parallelism, else empty
+    """
 
     mesh: DeviceMesh
     plan: Mapping[str, str]
@@ -49,12 +58,14 @@ class Shared:
 
 
 def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bool) -> Shared:
-    """Cuts a model in place; its weights are the same on all ranks before.
+    """Shards a model in place. Weights must be equal on all ranks before.
 
-    mesh         its one axis of tensor parallelism
-    inputs       of a batch, the same on all ranks of the mesh
-    cuts_tokens  between products each rank has its own tokens
-    Raises ConfigError, on all ranks, for a model or a recipe that cannot be cut so; the model is of no use then.
+    mesh         one-dimensional tp mesh
+    inputs       a batch, equal on all ranks of the mesh
+    cuts_tokens  use sequence parallelism between matmuls
+
+    Raises ConfigError on all ranks if model or recipe cannot be sharded so; the model is then
+    unusable.
     """
     ways = mesh.size()
     plan = tensor_plans.plan_of(model, ways)
@@ -67,9 +78,11 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bo
         for name in {name.rpartition(".")[0] for name in plan}:
             attention = model.get_submodule(name)
             if hasattr(attention, attribute):
+                # T5 reads its number of heads from the module and not from the shape of q.
                 setattr(attention, attribute, getattr(attention, attribute) // ways)
-    for name, style in (*gathering.items(), *styles.items()):  # a layer gathers before it reads
-        # Every rank has the weights already: nothing is sent.
+    # Order matters: the hook that gathers a layer's input must run before the layer's own.
+    for name, style in (*gathering.items(), *styles.items()):
+        # src_data_rank=None: every rank has the weights already, so none are broadcast.
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for name, kind in plan.items():
         if kind == PER_HEAD:
@@ -82,12 +95,16 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bo
 
 
 def per_rank_dropout(model: Any, shared: Shared, state: DistributedState | None) -> None:
-    """Gives each rank its own dropout between columns and rows, if the model has any. Of a stage, in the layers that it has."""
+    """Gives each rank its own dropout generators between column-wise and row-wise layers.
+
+    Does nothing for a model without dropout. A pipeline stage handles the layers that it has.
+    """
     if not any(
         "drop" in key and isinstance(value, float) and value > 0 for key, value in model.config.to_dict().items()
     ):
         return
     device = next(model.parameters()).device
+    # With common generators, head n of every rank would get the same dropout mask.
     dropout = PerRankDropout(shared.mesh.get_local_rank(), device, state)
     for stack in shared.stacks:
         stack.per_rank_dropout(dropout)
@@ -122,7 +139,7 @@ def _styles(model: Any, plan: Mapping[str, str], cuts_tokens: bool) -> dict[str,
 
 
 def _own_head(model: Any) -> str | None:
-    """The name of the output head, if it is a Linear whose weight is its own."""
+    """Name of the output head, if it is a Linear with an untied weight."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return None
@@ -131,21 +148,24 @@ def _own_head(model: Any) -> str | None:
 
 
 def _summed(gradient: Tensor) -> Tensor:
-    """Of parts of a sum, which a norm of a rank's own heads gives its weight, the sum."""
+    """Gradient hook of a per-head norm's weight: all-reduces the sums of each rank's heads."""
     return gradient.redistribute(placements=(Replicate(),)) if isinstance(gradient, DTensor) else gradient
 
 
 def _refuse_cut_tiles(model: nn.Module, ways: int) -> None:
+    """Raises ConfigError if a shard border would cut a recipe's tile or block of a weight."""
     for name, layer in model.named_modules():
         if isinstance(layer, QLinear) and layer.recipe is not None and (words := cut_tiles(layer.weight, layer.recipe)):
             raise ConfigError(
                 f"parallel with tp={ways}: {name!r} {list(layer.weight.shape)} follows {layer.recipe.name}, and ranks would cut its "
-                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'."
+                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'.",
+                code="tensor-parallel.tiles",
             )
 
 
 @torch.no_grad()
 def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Logits of a batch in evaluation mode, with recipes suspended."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -154,28 +174,36 @@ def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     finally:
         for module, mode in modes:
             module.training = mode
-    if "start_logits" in output:  # of answers
+    if "start_logits" in output:  # extractive question answering
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
     logits: Tensor = output.logits
     return logits
 
 
 def _refuse_other_numbers(model: Any, inputs: Mapping[str, Any], before: Tensor, ways: int) -> None:
-    """Without recipes, which round by shards."""
+    """Raises ConfigError if the sharded model's logits differ from those before.
+
+    Recipes are suspended, because their rounding depends on shards.
+    """
     try:
         after = _logits(model, inputs)
     except (RuntimeError, ValueError, TypeError) as error:
+        # A lost peer is not the model's fault.
         if is_lost(error):
             raise
         said = str(error).splitlines()[0][:200]
         raise ConfigError(
             f"parallel with tp={ways}: {type(model).__name__} does not compute with a part of its heads or features: {said} "
-            "Take fsdp instead."
+            "Take fsdp instead.",
+            code="tensor-parallel.heads",
         ) from error
     size = float(before.float().norm())
     apart = float((after.float() - before.float()).norm()) / size if size > 0 else 0.0
+    # size == size is False for NaN: a model that gives NaN before sharding says nothing about the
+    # plan. `not <=` also catches NaN afterwards.
     if size == size and not apart <= NEAR.get(before.dtype, NEAR_IN_16_BITS):
         raise ConfigError(
             f"parallel with tp={ways}: {type(model).__name__} computes other logits when it is cut by its plan, {apart:.2g} of their "
-            "size apart. Take fsdp instead."
+            "size apart. Take fsdp instead.",
+            code="tensor-parallel.other-logits",
         )

@@ -1,10 +1,11 @@
-"""Which layers of a model of transformers ranks cut, by columns and by rows: transformers' own plan where its configuration has one.
+"""Tensor-parallel plans: which layers are sharded by columns and which by rows.
 
-    q, k, v, gate, up    columns: a rank has its heads, or its features    x is the same on all ranks
-    o, down              rows: parts of a sum                              y is summed over the ranks
+    q, k, v, gate, up    column-wise: a rank has its heads or features     x is equal on all ranks
+    o, down              row-wise: partial sums                            y is all-reduced
 
-What is left (norms, embeddings, a tied or missing head) is whole on every rank. A plan is data: {pattern below the base model: style},
-with * for a number.
+A model's own plan from its transformers configuration has priority. Norms, embeddings and a tied or
+missing head stay whole on every rank. A plan is a dict {pattern below the base model: style}; *
+stands for a number.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from torch import nn
 
 from narrowgauge.errors import ConfigError
 
-# The styles of transformers' plans that are known here. "gather": the output is whole on every rank; "split": the input is.
+# Supported styles of transformers' plans. gather_output: the output is gathered on every rank.
+# split_input: the input is whole on every rank and is sliced first.
 COLUMNS, GATHERED_COLUMNS = "colwise", "colwise_gather_output"
 ROWS, SPLIT_ROWS = "rowwise", "rowwise_split_input"
-PER_HEAD = "replicated_with_grad_allreduce"  # a norm of each head: its weight is whole, its input a rank's own heads
+# Norm over each head, as in Qwen3: its weight is replicated, its input holds the rank's own heads.
+PER_HEAD = "replicated_with_grad_allreduce"
 STYLES = frozenset({COLUMNS, GATHERED_COLUMNS, ROWS, SPLIT_ROWS, PER_HEAD})
 
 
 def _plan(columns: str, rows: str, *stacks: str) -> dict[str, str]:
-    """columns, rows: names below each of the stacks."""
+    """Plan of column-wise and row-wise names (separated by spaces) below each of the stacks."""
     return {
         f"{stack}.{name}": style
         for stack in stacks
@@ -55,7 +58,7 @@ _T5 = _plan(
 _DISTILBERT = _plan(
     "attention.q_lin attention.k_lin attention.v_lin ffn.lin1", "attention.out_lin ffn.lin2", "transformer.layer.*"
 )
-_VIT = {  # the names of transformers from 5 on, and those before
+_VIT = {  # module names of transformers 5, then those of older versions
     **_plan("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2", "layers.*"),
     **_plan(
         "attention.attention.query attention.attention.key attention.attention.value intermediate.dense",
@@ -63,7 +66,7 @@ _VIT = {  # the names of transformers from 5 on, and those before
         "encoder.layer.*",
     ),
 }
-# By model_type: those that narrowgauge train learns and that transformers has no plan for.
+# By model_type: models that `narrowgauge train` supports and transformers has no plan for.
 OWN: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
     **dict.fromkeys(("marian", "bart", "mbart", "pegasus"), _BART),
@@ -71,7 +74,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
     "distilbert": _DISTILBERT,
     "vit": _VIT,
 }
-# Where a module's code reads how many heads there are, instead of counting those that it is given.
+# Attribute that holds the number of heads, where attention code does not derive it from the shape.
 HEADS_IN_CODE = {"t5": "n_heads", "mt5": "n_heads"}
 HEADS = (
     "num_attention_heads",
@@ -83,31 +86,42 @@ HEADS = (
 
 
 def plan_of(model: Any, ways: int) -> dict[str, str]:
-    """Name of a module -> its style. Raises ConfigError, alike on all ranks, for a model that is not to be cut so."""
+    """{module name: style} for a tp group of `ways` ranks.
+
+    Raises ConfigError if there is no valid plan.
+    """
     config = model.config
     asked, kind = f"parallel with tp={ways}", config.model_type
     patterns = getattr(config, "base_model_tp_plan", None) or OWN.get(kind)
     if not patterns:
         raise ConfigError(
             f"{asked}: no plan is known by which ranks share the products of {type(model).__name__} ({kind}): transformers' "
-            f"configuration has none, as those of Llama, Qwen and Mistral have, and it is none of {', '.join(OWN)}. Take fsdp instead."
+            f"configuration has none, as those of Llama, Qwen and Mistral have, and it is none of {', '.join(OWN)}. Take fsdp instead.",
+            code="tensor-parallel.no-plan",
         )
     if unknown := sorted(set(patterns.values()) - STYLES):
         raise ConfigError(
             f"{asked}: transformers' plan for {type(model).__name__} ({kind}) asks for {', '.join(unknown)}, which narrowgauge train "
-            "does not know: experts, and matrices that hold several others. Take fsdp instead."
+            "does not know: experts, and matrices that hold several others. Take fsdp instead.",
+            code="tensor-parallel.unknown-style",
         )
     for key in HEADS:
         count = getattr(config, key, None)
+        # Key-value heads count too: with fewer of them than ranks, a rank would have none.
         if isinstance(count, int) and count % ways:
             raise ConfigError(
                 f"{asked}: {key} = {count} of {type(model).__name__} is no multiple of {ways}, and no rank computes part of a head. "
-                "Take a tp that divides it, or fsdp."
+                "Take a tp that divides it, or fsdp.",
+                code="tensor-parallel.head-count",
             )
     found = _matching(model, patterns)
     if not found:
-        raise ConfigError(f"{asked}: the plan for {kind} names no layer of {type(model).__name__}. Take fsdp instead.")
+        raise ConfigError(
+            f"{asked}: the plan for {kind} names no layer of {type(model).__name__}. Take fsdp instead.",
+            code="tensor-parallel.no-layer",
+        )
     for name, style in found.items():
+        # A per-head norm is not sharded, so its size need not be divisible.
         if style != PER_HEAD:
             _refuse_sizes(name, model.get_submodule(name), style, ways)
     return found
@@ -127,7 +141,8 @@ def _matching(model: Any, patterns: Mapping[str, str]) -> dict[str, str]:
 def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
     if not isinstance(layer, nn.Linear | nn.Embedding) or (isinstance(layer, nn.Embedding) and style != COLUMNS):
         raise ConfigError(
-            f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead."
+            f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead.",
+            code="tensor-parallel.not-linear",
         )
     if isinstance(layer, nn.Embedding):
         what, size = "width", layer.embedding_dim
@@ -137,5 +152,6 @@ def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
         what, size = "inputs", layer.in_features
     if size % ways:
         raise ConfigError(
-            f"parallel with tp={ways}: {name!r} has {size} {what}, no multiple of {ways}. Take a tp that divides them, or fsdp."
+            f"parallel with tp={ways}: {name!r} has {size} {what}, no multiple of {ways}. Take a tp that divides them, or fsdp.",
+            code="tensor-parallel.divisor",
         )

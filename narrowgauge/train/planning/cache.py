@@ -1,7 +1,8 @@
-"""Answers kept by what was asked, in the user's own cache folder: the same question again costs no count, and no import of torch.
+"""Disk cache of plan answers in the user's cache folder.
 
-An entry belongs to the question, the versions of narrowgauge, torch, transformers and Python, and to the sources of narrowgauge as they
-are (sizes and times of change). One that is damaged, or cannot be written, counts as absent.
+A repeated question needs no trace and no import of torch. An entry's key covers the question, the
+versions of narrowgauge, torch, transformers and Python, and the size and modification time of
+narrowgauge's sources. A damaged or unwritable entry counts as absent.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from narrowgauge.errors import StorageError
 from narrowgauge.storage import reading
 from narrowgauge.train.config.settings import TrainConfig
 
-KEPT = 500  # entries; the oldest go first
-TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json")
+KEPT = 500  # entries at most; the oldest are removed first
+TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json")  # files that affect a trace
+# only_own: an entry that another user could write is ignored.
 ENTRY = reading.Kind(most_bytes=16 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
 TELLS = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Name another model.", follow_links=True)
-GROUPS = ("model", "task", "precision", "training")  # of settings that memory may depend on
+GROUPS = ("model", "task", "precision", "training")  # groups of settings that can affect memory
 
 
 def load(question: Any) -> Any:
-    """The answer to an equal question, or None."""
+    """Cached answer to an equal question, or None."""
     path = _path(question)
     try:
         if path is None:
             return None
         entry = reading.json_of(path, ENTRY)
+        # The digest detects entries that were cut short or edited.
         return entry["answer"] if entry["digest"] == _digest(entry["answer"]) else None
     except (StorageError, KeyError, TypeError):
         return None
 
 
 def store(question: Any, answer: Any) -> None:
-    """Keeps an answer of JSON's types. Two processes may write the same entry: the last one stays."""
+    """Caches a JSON answer. If two processes write one entry, the last one wins."""
     path = _path(question)
     if path is None:
         return
@@ -49,7 +52,9 @@ def store(question: Any, answer: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft.write_text(json.dumps({"answer": answer, "digest": _digest(answer)}), encoding="utf-8")
-        draft.chmod(0o600)  # whatever the umask: `load` refuses what others may write to
+        # Regardless of the umask: `load` rejects files that others can write.
+        draft.chmod(0o600)
+        # Atomic: a concurrent `load` sees the old entry or the new one.
         os.replace(draft, path)
         for old in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime)[KEPT:]:
             old.unlink(missing_ok=True)
@@ -58,7 +63,7 @@ def store(question: Any, answer: Any) -> None:
 
 
 def question_of(config: TrainConfig) -> dict[str, Any]:
-    """The settings that memory may depend on, as JSON, with what the model's folder says."""
+    """Settings that can affect memory, as JSON, with digests of the model's files."""
     kept = {each.name: getattr(config, each.name) for each in fields(config) if each.metadata["group"] in GROUPS}
     kept |= {"vocab_size": config.vocab_size, "tokenizer": config.tokenizer}
     return kept | {
@@ -68,7 +73,10 @@ def question_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def _of_folder(name: str) -> list[str]:
-    """Digests of what tells a count in a folder of a model or tokenizer; '' for a file that is not there, as of a name on the Hub."""
+    """Digests of the files in a model's or tokenizer's folder that affect a trace.
+
+    '' stands for a missing file, as for a model named on the Hub.
+    """
     return [_of_file(Path(name).expanduser() / each) for each in TELLING] if name else []
 
 
@@ -80,7 +88,7 @@ def _of_file(path: Path) -> str:
 
 
 def folder() -> Path | None:
-    """$XDG_CACHE_HOME/narrowgauge/plans; None for a user without a home."""
+    """$XDG_CACHE_HOME/narrowgauge/plans; None for a user without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge" / "plans"
     except RuntimeError:
@@ -98,9 +106,10 @@ def _digest(value: Any) -> str:
 
 @cache
 def _library() -> list[Any]:
-    """What a count depends on besides its question."""
+    """Versions and source files that a trace depends on."""
     sources = Path(__file__).parents[2]
     files = sorted(path for path in sources.rglob("*.py") if "__pycache__" not in path.parts)
+    # Size and mtime instead of contents, so that a lookup reads no source file.
     states = [(str(path.relative_to(sources)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return [platform.python_version(), *map(_version, ("narrowgauge", "torch", "transformers")), _digest(states)]
 

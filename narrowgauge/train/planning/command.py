@@ -1,4 +1,7 @@
-"""What `narrowgauge plan` asks for: the answer as a dictionary and as text, with two real steps beside it if they are asked for."""
+"""Implementation of `narrowgauge plan`: the answer as JSON and text.
+
+Two real steps can be measured beside it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,14 @@ def answered(
     measure: bool,
     tell: Callable[[int], None] = silent,
 ) -> dict[str, Any]:
-    """The answer in JSON's types, with its `text`. tell: see `Counts`."""
+    """JSON answer, with its text under `text`.
+
+    card, memory  card or memory size that the user names; '' for none
+    table         add the table of techniques
+    full          trace every layer
+    measure       run two real steps on this machine
+    tell          see `Counts`
+    """
     _refuse_layout(config)
     room = Room.of(card, memory, config.device)
     counts, why = Counts(room.device, full, tell), ""
@@ -50,11 +60,12 @@ def answered(
 
 
 def _refuse_layout(config: TrainConfig) -> None:
-    """What `narrowgauge train` would refuse on these ranks."""
+    """Raises ConfigError for a layout that `narrowgauge train` would reject."""
     keys = ("dp", "fsdp", "tp", "pp") if config.parallel.strip() else ()
     if key := next((key for key in keys if parallel_syntax.is_open(config.parallel, key)), ""):
         raise ConfigError(
-            f"parallel = {config.parallel!r}: says not how many ranks, and a plan has no torchrun to ask. Name the number, as {key}=8."
+            f"parallel = {config.parallel!r}: says not how many ranks, and a plan has no torchrun to ask. Name the number, as {key}=8.",
+            code="plan.rank-count",
         )
     sizes = parallel_syntax.named(config.parallel)
     spread.refuse(config, sizes)
@@ -66,6 +77,7 @@ def _refuse_layout(config: TrainConfig) -> None:
     if sizes.tp > 1:
         task, kind = task_of(config)
         source = Source(config, task, kind, largest(config, task, config.micro_batches * sizes.data))
+        # plan_of reads module names and sizes only, so a meta model of one layer suffices.
         with without_values(), torch.device("meta"):
             tensor_plans.plan_of(source.model(1), sizes.tp)
 
@@ -73,6 +85,7 @@ def _refuse_layout(config: TrainConfig) -> None:
 def _chosen(config: TrainConfig, counts: Counts, room: Room) -> Choice:
     if not room.usable:
         raise ConfigError(
-            "checkpointing = 'auto': chooses by the memory of a card, and none is named. Pass --card h100 or --memory 24GiB, or a policy."
+            "checkpointing = 'auto': chooses by the memory of a card, and none is named. Pass --card h100 or --memory 24GiB, or a policy.",
+            code="plan.auto-checkpointing",
         )
     return chosen(config, counts, room.usable)

@@ -1,4 +1,4 @@
-"""Forecasts of runs by their settings, each counted once: kept for the process, and in the user's cache."""
+"""Memory forecasts of configurations, each traced once, with a cache in memory and on disk."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
 
 
 def silent(number: int) -> None:
-    """Says nothing."""
+    """Ignores progress."""
 
 
 @dataclass
 class Counts:
-    """Forecasts on one device. full: every layer is counted. tell: is given the number of each count before it, which takes seconds."""
+    """Forecasts for one device.
+
+    device  device whose kernels and allocator are simulated
+    full    trace every layer instead of extrapolating from a few
+    tell    called with the number of each trace before it starts; a trace takes seconds
+    known   forecasts so far
+    """
 
     device: Device
     full: bool = False
@@ -40,7 +46,11 @@ class Counts:
     _processes: dict[str, Forecast] = field(default_factory=dict)
 
     def of(self, config: TrainConfig, shape: Shape | None = None) -> Forecast:
-        """What a rank of the run needs at most; shape: of a micro-batch, instead of the largest that the settings allow."""
+        """Largest memory of any rank of the run.
+
+        shape  shape of a micro-batch; default: the largest that the settings allow
+        """
+        # A guarded run alternates between its recipe and BF16 probes, so it needs the larger peak.
         if config.guard:
             return guard.larger(self.of(replace(config, guard=""), shape), self.of(guard.in_bf16(config), shape))
         refuse(config)
@@ -60,7 +70,7 @@ class Counts:
         return self.known[key]
 
     def whole(self, source: Source) -> Forecast:
-        """Of one process that does all the work of a step, nothing kept."""
+        """Forecast of one process that does all the work of a step; not cached."""
         layers, _ = layers_of(source.config, source.model_class)
         with generators_kept():
             return forecast(source.builder, self.device, layers, full=True)
@@ -69,8 +79,10 @@ class Counts:
         layers, differing = layers_of(source.config, source.model_class)
         if 0 < layers < sizes.pp:
             raise ConfigError(
-                f"parallel = {source.config.parallel!r}: {layers} layers are fewer than {sizes.pp} stages. Take a smaller pp."
+                f"parallel = {source.config.parallel!r}: {layers} layers are fewer than {sizes.pp} stages. Take a smaller pp.",
+                code="pipeline.blocks",
             )
+        # Ceiling: plan for the stage with the most blocks.
         of_stage = -(-layers // sizes.pp)
         if sizes.pp > 1 and layers:
             found = forecast(
@@ -78,6 +90,7 @@ class Counts:
             )
         else:
             found = self._of_one(source, layers, differing)
+        # Under 1F1B the first stage, the worst case, holds activations of at most pp micro-batches.
         in_flight = min(sizes.pp, source.config.micro_batches)
         found = divided(
             found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight,
@@ -86,9 +99,14 @@ class Counts:
         return replace(found, notes=(*found.notes, *notes_of(source)))
 
     def _of_one(self, source: Source, layers: int, differing: str) -> Forecast:
-        """Of one process with a rank's micro-batch; any number of copies and shards are told from one count."""
+        """Forecast of one process with a rank's micro-batch.
+
+        Any number of dp and fsdp ranks follows from this one trace, so it is cached without them.
+        """
         question = cache.question_of(source.config)
-        question.pop("batch_size")  # the shape has the rows
+        # The shape has the rows already. Without batch_size, configurations that differ only in the
+        # number of ranks share an entry.
+        question.pop("batch_size")
         question["parallel"] = replace(parallel_syntax.named(source.config.parallel), dp=1, fsdp=1)
         key = repr([question, source.shape])
         if key not in self._processes:
@@ -98,9 +116,10 @@ class Counts:
 
 @contextmanager
 def _of_the_model(config: TrainConfig) -> Iterator[None]:
-    """Turns what a model of transformers raises while it takes a step into a ConfigError. The chained error has its place."""
+    """Converts a transformers model's RuntimeError in a step to a chained ConfigError."""
     try:
         yield
+    # A RuntimeError as well, but not caused by the model's configuration.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -109,11 +128,13 @@ def _of_the_model(config: TrainConfig) -> Iterator[None]:
         words = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"plan: model = {config.model!r}: a step of it fails: {words}. Check the sizes in its config.json, and that narrowgauge train "
-            "takes a step with these settings."
+            "takes a step with these settings.",
+            code="plan.step-fails",
         ) from error
 
 
 def notes_of(source: Source) -> Iterator[str]:
+    """Notes about simplifications that affect this forecast."""
     config = source.config
     if source.shape.note:
         yield source.shape.note
@@ -132,17 +153,18 @@ def notes_of(source: Source) -> Iterator[str]:
 
 
 def refuse(config: TrainConfig) -> None:
-    """ConfigError for settings of which nothing can be counted."""
+    """Raises ConfigError for settings that cannot be traced."""
     if "auto" in (config.recipe, *config.layers_recipe.values()):
         raise ConfigError(
             "recipe = 'auto': is chosen by measurements on the device of the run, which a plan does not have. Plan a recipe by its "
-            "name, as --recipe fp8-current."
+            "name, as --recipe fp8-current.",
+            code="plan.auto-recipe",
         )
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Building a model seeds them."""
+    """Restores Python's and torch's random generators, which building a model seeds."""
     python = random.getstate()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -152,6 +174,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def _as_json(found: Forecast) -> dict[str, Any]:
+    # JSON has no tuple keys: parts become [part, kind, size] lists.
     moments = [
         {**asdict(each), "parts": [[part, kind, size] for (part, kind), size in each.parts.items()]}
         for each in found.moments
@@ -161,7 +184,7 @@ def _as_json(found: Forecast) -> dict[str, Any]:
 
 
 def _from_json(entry: Any) -> Forecast | None:
-    """None for an entry of another form."""
+    """Forecast from a cache entry; None for an entry of another form."""
     try:
         moments = [
             Moment(**{**each, "parts": {(part, kind): size for part, kind, size in each["parts"]}})

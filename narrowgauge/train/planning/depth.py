@@ -1,4 +1,4 @@
-"""The same settings with fewer layers, for models of which every block is like its neighbours."""
+"""The same settings with fewer layers, for models whose blocks are identical."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import ModelClass, own_configuration
 
-# Policies of checkpointing that treat all blocks but the last one equally.
+# Checkpointing policies that treat all blocks but the last one equally.
 ALIKE = ("none", "selective", "full", "every-1")
-# How configurations of transformers call the depth of a stack; the second row, of encoder-decoders, both.
+# Attributes of transformers configurations that hold the number of layers: one for a single
+# stack, then pairs for encoder-decoders.
 _DEPTHS = (("num_hidden_layers",), ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
 
 
 def layers_of(config: TrainConfig, model_class: ModelClass) -> tuple[int, str]:
-    """(blocks of each stack, why a shallow model does not tell of a deep one, a clause, or '')."""
+    """Returns (blocks of each stack, reason why fewer layers are no model for all, or '').
+
+    0 blocks means that the depth is unknown or cannot be varied. The reason is a clause.
+    """
     if not config.model:
         return config.layers, _differing(config)
     sizes = own_configuration(config, model_class)
+    # A multimodal model: the layer count of its text part does not scale the rest.
     if sizes.get_text_config() is not sizes:
         return 0, "the model has parts besides its text model"
     depths = [getattr(sizes, name) for name in depth_names(sizes)]
     if not depths:
         return 0, f"a {type(sizes).__name__} does not tell its depth"
+    # One number of layers must describe both stacks.
     if len(set(depths)) > 1:
         return 0, f"its stacks have different depths, {' and '.join(map(str, depths))}"
     kinds = getattr(sizes, "layer_types", None) or ()
@@ -35,7 +41,7 @@ def layers_of(config: TrainConfig, model_class: ModelClass) -> tuple[int, str]:
 
 
 def depth_names(sizes: Any) -> tuple[str, ...]:
-    """The attributes of a model's configuration that hold the depth."""
+    """Attributes of a model's configuration that hold the number of layers."""
     decoding = bool(getattr(sizes, "is_encoder_decoder", False))
     for names in _DEPTHS[1:] if decoding else _DEPTHS[:1]:
         if all(isinstance(getattr(sizes, name, None), int) for name in names):
@@ -44,21 +50,23 @@ def depth_names(sizes: Any) -> tuple[str, ...]:
 
 
 def with_layers(sizes: Any, layers: int) -> dict[str, Any]:
-    """What a configuration of so many layers says otherwise."""
+    """Configuration entries that change if the model has `layers` layers."""
     changed: dict[str, Any] = dict.fromkeys(depth_names(sizes), layers)
     if kinds := getattr(sizes, "layer_types", None):
+        # transformers requires one entry of layer_types for each layer.
         changed["layer_types"] = list(kinds)[:layers]
     return changed
 
 
 def _differing(config: TrainConfig) -> str:
-    """Which setting makes blocks differ by their numbers, a clause, or ''."""
+    """A clause naming the setting that makes blocks differ, or ''."""
     if config.checkpointing not in ALIKE:
         return f"checkpointing = {config.checkpointing!r} treats its blocks differently"
     numbered = {
         "recipes": config.layers_recipe.keys(), "freeze": [config.freeze], "switch": [config.switch.partition("@")[0]],
     }  # fmt: skip
     for key, patterns in numbered.items():
+        # A dotted component that starts with a digit is a block's number.
         if any(re.search(r"(^|\.)\d", pattern) for pattern in patterns):
             return f"{key} names blocks by their numbers"
     for name in sorted(recipe_syntax.names(config.recipe, config.layers_recipe)):

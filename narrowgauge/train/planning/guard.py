@@ -1,6 +1,7 @@
-"""What the guard of a run needs beside its steps: a step in BF16, and a copy of the state apart from the device.
+"""Memory of a guarded run: a step under its recipe or in BF16, and a copy of the state.
 
-Such a step keeps more for backward than a recipe that keeps codes.
+A BF16 step can need more memory than the recipe's: it saves 16-bit tensors for backward where the
+recipe saves codes. The state copy lies on the host or on disk.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfi
 
 
 def in_bf16(config: TrainConfig) -> TrainConfig:
-    """The run as a stretch of its guard computes: every Linear in the numbers of the precision, rows of embeddings as they are."""
+    """Configuration of a guard's probe: Linears in the precision's dtype, plain embeddings."""
     save = config.save if config.save in FUSED_SAVES else ""
     return replace(config, recipe=NO_RECIPE, layers_recipe={}, embedding_codes="", switch="", save=save, guard="")
 
 
 def larger(narrow: Forecast, wide: Forecast) -> Forecast:
-    """Of the recipe and of a stretch what needs more, with a note on the guard."""
+    """Larger forecast of recipe (`narrow`) and BF16 probe (`wide`), with a note on the guard."""
     copied = max(sum(each.parts.get((part, ""), 0) for part in ("weights", "states")) for each in narrow.moments)
     note = (
         f"a step of a check in BF16 needs {gib(wide.allocated)}, one of the recipe {gib(narrow.allocated)}; in a check "

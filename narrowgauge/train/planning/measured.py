@@ -1,4 +1,4 @@
-"""Two steps of a run on the device of this machine, with random weights and tokens, beside what is planned for it."""
+"""Measures two real steps on this machine, with random weights and tokens, beside the plan."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ from narrowgauge.train.planning.steps import Source
 
 
 def measured(config: TrainConfig) -> dict[str, Any]:
-    """`device`, `allocated_bytes`, `planned_bytes`, and `error`, the share by which the plan was off. Of one process."""
+    """Measures one process.
+
+    Returns `device`, `allocated_bytes`, `planned_bytes`, and `error`, the relative error of the
+    plan.
+    """
     device = chosen_device(config.device)
     copies = parallel_syntax.named(config.parallel)
     task, kind = task_of(config)
     source = Source(config, task, kind, largest(config, task, config.micro_batches * copies.data))
+    # full=True: an extrapolation error would be mistaken for an error of the trace.
     planned = second_step(Counts(device_facts(device.type, device.index), full=True).whole(source))
     try:
         with generators_kept():
             found = most_allocated(source.builder(place=device, real=True)(), device)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
+        # The CPU allocator raises a plain RuntimeError.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise OutOfMemoryError(
-                f"measure: {str(error).splitlines()[0]} Planned are {planned / 2**30:.2f} GiB. Leave --measure out, or plan a smaller run."
+                f"measure: {str(error).splitlines()[0]} Planned are {planned / 2**30:.2f} GiB. Leave --measure out, or plan a smaller run.",
+                code="memory.measure",
             ) from error
         raise
     return {
@@ -40,5 +47,5 @@ def measured(config: TrainConfig) -> dict[str, Any]:
 
 
 def second_step(found: Forecast) -> int:
-    """The most that is allocated in it."""
+    """Peak bytes of the second step, the first with optimizer states."""
     return max(each.allocated if found.on_gpu else each.alive for each in found.moments if each.step == 2)

@@ -1,7 +1,8 @@
-"""The plan of a run that begins, beside what it really takes: in its first and last lines and in run.json.
+"""Planned memory of a starting run beside its measured peak, on the console and in run.json.
 
-On a GPU both are bytes of torch's allocator. A CPU's allocator keeps no count that costs nothing, so what a run on a CPU really takes
-is known of its process alone, interpreter and libraries included; it is planned only if the setting `plan` asks for it.
+On a GPU both are bytes of torch's allocator. On a CPU no cheap counter exists, so the measured
+figure is the whole process's memory, interpreter and libraries included. A CPU run is planned only
+if the setting `plan` asks for it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from narrowgauge.train.planning.shapes import Shape
 
 
 def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str, Any]:
-    """For run.json; {} where nobody asked. Whatever goes wrong in it, the run goes on.
+    """Plan for run.json; {} if planning is off. A failed plan never ends the run.
 
-    probe  the largest micro-batch of the first step
-    ->     allocated_bytes, allocated_error, reserved_bytes, reserved_error, usable_bytes, peak, counted, with a guard (whose steps are
-           among them) without_guard_bytes; or the `reason` why not
+    probe  largest micro-batch of the first step
+    ->     allocated_bytes, allocated_error, reserved_bytes, reserved_error, usable_bytes, peak,
+           counted; with a guard also without_guard_bytes, the peak without its probes;
+           or `reason` if the plan failed
     """
     if config.plan == "never" or (config.plan == "auto" and device.type != "cuda"):
         return {}
     try:
         if "pixel_values" in probe:
-            rows, width = len(probe["labels"]), 1  # whose width the model knows
+            rows, width = len(probe["labels"]), 1  # the model's image size determines the width
         else:
             *outer, width = probe["input_ids"].shape
             rows = math.prod(outer)
@@ -42,25 +44,28 @@ def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str
         alone = {"without_guard_bytes": counts.of(replace(config, guard=""), shape).allocated} if config.guard else {}
     except NarrowgaugeError as error:
         return {"reason": str(error)}
-    except Exception as error:  # of torch, transformers or a model: a run that would train must not end here
+    # Any error of torch, transformers or the model: a run that would train must not end here.
+    except Exception as error:
         return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"}
     keys = ("allocated_bytes", "allocated_error", "reserved_bytes", "reserved_error", "peak", "counted")
+    # CONTEXT: the CUDA context takes memory that the allocator never sees.
     usable = torch.cuda.get_device_properties(device).total_memory - CONTEXT if device.type == "cuda" else 0
     return {**{key: found[key] for key in keys}, "usable_bytes": usable, **alone}
 
 
 def refuse_guard(config: TrainConfig, known: dict[str, Any]) -> None:
-    """OutOfMemoryError where the run fits the device, and a step of its guard in BF16 does not."""
+    """Raises OutOfMemoryError if the run fits the device but its guard's BF16 step does not."""
     usable, alone = known.get("usable_bytes", 0), known.get("without_guard_bytes", 0)
     if usable and alone and alone <= usable < known["allocated_bytes"]:
         raise OutOfMemoryError(
             f"guard = {config.guard!r}: a step of a check in BF16 needs {gib(known['allocated_bytes'])} on the device, of which "
-            f"{gib(usable)} can be used; one of the recipe needs {gib(alone)}. Raise micro_batches, or remove guard."
+            f"{gib(usable)} can be used; one of the recipe needs {gib(alone)}. Raise micro_batches, or remove guard.",
+            code="memory.guard-check",
         )
 
 
 def first_line(known: dict[str, Any]) -> str:
-    """For the console before the first step, or ''."""
+    """Console line before the first step, or ''."""
     if not known:
         return ""
     if "reason" in known:
@@ -74,7 +79,10 @@ def first_line(known: dict[str, Any]) -> str:
 
 
 def last_line(known: dict[str, Any], peak: int, device: torch.device) -> str:
-    """For the console after the last step, or ''; peak: as `train.device.peak_bytes`, 0 if it is not this run's."""
+    """Console line after the last step, or ''.
+
+    peak  as `train.device.peak_bytes`; 0 if the peak is not this run's
+    """
     if "allocated_bytes" not in known or not peak:
         return ""
     size = known["allocated_bytes"]

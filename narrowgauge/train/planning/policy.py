@@ -1,4 +1,4 @@
-"""checkpointing = "auto": the cheapest policy whose step fits into the memory that there is, by counting (`memory.cheapest`)."""
+"""checkpointing = "auto": the cheapest policy that fits the memory (`memory.cheapest`), traced."""
 
 from __future__ import annotations
 
@@ -18,21 +18,31 @@ MEMORY, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def settled(config: TrainConfig, device: torch.device) -> tuple[str, str]:
-    """(the policy for a run on this device, why, a sentence). Raises ConfigError, with the least that was counted, if none fits."""
+    """Returns (policy for a run on this device, a sentence with the reason).
+
+    Raises ConfigError, with the smallest traced size, if no policy fits.
+    """
     choice = chosen(config, Counts(device_facts(device.type, device.index)), available_bytes(device))
     return choice.policy, f"checkpointing {choice}"
 
 
 def chosen(config: TrainConfig, counts: Counts, usable_bytes: int) -> Choice:
-    """For a device of which a run can have so many bytes."""
+    """Cheapest policy for a device with `usable_bytes`."""
     return cheapest(
-        lambda policy: counts.of(replace(config, checkpointing=policy)).allocated, int(usable_bytes / (1 + KEPT_FREE))
+        # KEPT_FREE: room for fragmentation and for workspaces of kernels.
+        lambda policy: counts.of(replace(config, checkpointing=policy)).allocated,
+        int(usable_bytes / (1 + KEPT_FREE)),
     )
 
 
 def available_bytes(device: torch.device) -> int:
-    """What a run can have now: of a GPU what is free or unused by torch, of the machine what is available to its control group."""
+    """Bytes that a run can allocate now.
+
+    On a GPU: free memory and torch's unused reserved memory. On a CPU: MemAvailable, limited by the
+    cgroup.
+    """
     if device.type == "cuda":
+        # Cached blocks of torch's allocator count as used for the driver but can be reused.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free: int = torch.cuda.mem_get_info(device)[0] + unused
         return free
@@ -41,10 +51,12 @@ def available_bytes(device: torch.device) -> int:
         found = int(line.split()[1]) * 1024
     except (OSError, StopIteration, ValueError, IndexError) as error:
         raise ConfigError(
-            f"checkpointing = 'auto': {MEMORY} does not tell how much memory is available here. Name a policy, as --checkpointing full."
+            f"checkpointing = 'auto': {MEMORY} does not tell how much memory is available here. Name a policy, as --checkpointing full.",
+            code="checkpointing.unknown-memory",
         ) from error
     try:
         limit, used = ((GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no control group of version 2
+    except OSError:  # no cgroup v2
         return found
+    # The tighter of machine and cgroup: a container's limit can be far below the machine's memory.
     return found if limit == "max" else min(found, max(int(limit) - int(used), 0))

@@ -1,11 +1,13 @@
-"""The largest micro-batch that settings allow, without data; and a task and a tokenizer that stand in for those that would read data.
+"""Shape of the largest micro-batch that settings allow, and tasks that read no data.
 
     text                 batch_size / micro_batches rows of sequence_length
-    a table              the same rows, or as many as fill the token budget, as wide as its longest example may be
-    pictures             the same rows, as wide as a picture has patches
-    packing              rows of so many tokens, each with two documents, and a mask of width by width
+    table                the same rows, or as many as fill the token budget; as wide as the longest
+                         allowed example
+    images               the same rows; as wide as the number of patches
+    packing              rows of `packing` tokens with two documents each, and a [width, width] mask
 
-The width of a table is max_length, or what the model knows positions for: batches of a real table are narrower.
+For a table, the width is max_length or the model's number of positions. Batches of real tables are
+narrower.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import TrainTask
 from narrowgauge.train.tasks.writing import TextTask
 
-SOMEWHERE = 2048  # tokens of an example where neither the settings nor the model tell a limit
+SOMEWHERE = 2048  # tokens of an example if neither settings nor model define a limit
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """In place of a tokenizer: as many words as the settings ask for at most."""
+    """Stand-in for a tokenizer, with the largest vocabulary that the settings allow."""
 
     words: int
     bos_token_id: int = 0
@@ -49,7 +51,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Shape:
-    """rows x width of a micro-batch, and a sentence where that is more than batches of real data need have."""
+    """Shape of a micro-batch, and a note if real batches may be smaller."""
 
     rows: int
     width: int
@@ -61,7 +63,8 @@ class Shape:
 
 
 def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
-    """The task without its data: it makes models, objectives and batches, and no more."""
+    """(task without data, model class); the task builds models, objectives and batches only."""
+    # A pretrained model's own vocabulary size is used.
     words = 0 if config.model else len(data.load(config.tokenizer)) if config.tokenizer else config.vocab_size
     tokenizer: Any = Vocabulary(words)
     if config.task == "text":
@@ -79,7 +82,7 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
 
 
 def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
-    """Of one of `parts` micro-batches of a step."""
+    """Shape of the largest of a step's `parts` micro-batches."""
     if not isinstance(task, TableTask):
         width = task.patches if isinstance(task, ImageTask) else config.sequence_length
         return Shape(-(-config.batch_size // parts), width)
@@ -93,12 +96,14 @@ def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
     width, several = round_up(longest or SOMEWHERE, config.pad_multiple), task.rows_per_example
     if not config.token_budget:
         return Shape(-(-config.batch_size // parts) * several, width, note)
+    # An example wider than the budget is never batched.
     width = min(width, config.token_budget)
+    # Multiple choice: whole questions only, each with `several` rows.
     return Shape(max(1, config.token_budget // width // parts // several) * several, width, note)
 
 
 def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
-    """Such a micro-batch before `task.align`, with numbers of no meaning."""
+    """A micro-batch of this shape before `task.align`, with meaningless contents."""
     rows, width = shape.rows, shape.width
     if isinstance(task, ImageTask):
         return task.blank(rows)
@@ -107,6 +112,7 @@ def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
         return {"input_ids": both, "labels": both.clone()}
     example, collate = task.blank(width), data.Collator(pad_id=0, widths=(width,))
     if config.packing:
+        # Two documents in each row, so that the block-diagonal attention mask is built.
         halves = [{name: part[:size] for name, part in example.items()} for size in (width // 2, width - width // 2)]
         return collate([halves] * rows)
     return collate([example] * max(1, rows // task.rows_per_example))

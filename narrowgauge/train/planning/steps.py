@@ -1,6 +1,7 @@
-"""A step of a run, from its settings, for `narrowgauge.plan.count`: built by the code that the trainer builds its own with.
+"""A training step built from settings, for `narrowgauge.plan.count`, by the trainer's own code.
 
-Only the sources differ: a model comes from its configuration, not from its weights; a batch from its shape.
+Only the inputs differ from a real run: the model comes from its configuration instead of its
+weights, the batch from its shape.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from narrowgauge.train.planning.depth import with_layers
 from narrowgauge.train.planning.shapes import Shape, batch_of
 from narrowgauge.train.tasks.task import TrainTask
 
-HOST = torch.device("cpu")  # where fake tensors are, whatever they stand for
-MOST_MICRO_BATCHES = 2  # the third is like the second
+HOST = torch.device("cpu")  # device of all fake tensors, whatever device they simulate
+MOST_MICRO_BATCHES = 2  # micro-batches that are traced; later ones equal the second
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a step is made of.
+    """Inputs from which a step is built.
 
-    config  compiled code and CUDA graphs are counted as if they were off
+    config       settings; compile and cuda_graph are treated as off
+    task         task without data
+    model_class  model class of the task
+    shape        shape of a micro-batch
     """
 
     config: TrainConfig
@@ -46,7 +50,7 @@ class Source:
     shape: Shape
 
     def model(self, layers: int) -> Any:
-        """In float32, with so many blocks in each stack; 0: as many as it has."""
+        """Float32 model with `layers` blocks in each stack; 0: its own number."""
         if not self.config.model:
             return replace(self.task, config=replace(self.config, layers=layers) if layers else self.config).model()
         config, kind = replace(self.config, from_scratch=True), self.model_class
@@ -56,16 +60,24 @@ class Source:
         return pretrained(config, kind)
 
     def builder(self, layers: int = 0, place: torch.device = HOST, real: bool = False) -> Callable[[], Step]:
-        """Builds the step, on fake tensors or, if `real`, on real ones that lie on `place`."""
+        """Returns a function that builds the step.
+
+        layers  blocks in each stack; 0: all
+        place   device of real tensors
+        real    use real tensors instead of fake ones
+        """
         batch = batch_of(self.config, self.task, self.shape)
         return partial(self._build, layers, place, real, batch)
 
     def _build(self, layers: int, place: torch.device, real: bool, given: Batch) -> Step:
+        # Compiled code and graphs decide about memory on their own; the eager step is traced
+        # instead.
         config = replace(self.config, compile=False, cuda_graph=False)
         task = replace(self.task, config=config)
         precision = precisions.get(config.precision)
         with nullcontext() if real else without_values():
             model = build(config, lambda: _tied(self.model(layers)), place, self.shape.tokens, None)
+        # Fake copies are made inside the fake tensor mode.
         batch = {name: value.to(place) if real else torch.zeros_like(value) for name, value in given.items()}
         batch = task.align(batch, model)
         _, objective = step.ready(
@@ -73,7 +85,7 @@ class Source:
         )
         parallel = Parallel(config, model, Ranks(), objective, lambda: batch)
         optimizer = build_optimizer(config, model, precision)
-        # Two passes need what one does, twice as long.
+        # The two passes of "two-pass" have the same peak as one; trace one.
         one_pass = replace(config, clip_by="previous") if config.clip_by == "two-pass" else config
         parts = min(config.micro_batches, MOST_MICRO_BATCHES)
         begun = stepping.begin(one_pass, optimizer, parts)
@@ -91,7 +103,11 @@ class Source:
 
 
 def without_values() -> AbstractContextManager[Any]:
-    """Models of transformers are made without values: some draw until all are within bounds, and fake tensors have none to look at."""
+    """Context in which transformers models skip weight initialization.
+
+    Some initializers redraw until all values lie within bounds, and fake tensors have no values to
+    compare.
+    """
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # before transformers 5
@@ -101,7 +117,7 @@ def without_values() -> AbstractContextManager[Any]:
 
 
 def _tied(model: Any) -> Any:
-    """transformers ties weights where it draws them."""
+    """Ties weights: transformers does so during initialization, which is skipped here."""
     model.tie_weights()
     return model
 

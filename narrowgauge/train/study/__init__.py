@@ -1,1 +1,1 @@
-"""A study: the same run with several recipes and several seeds, and what their finals say of each recipe."""
+"""Studies: one training run repeated over recipes and seeds, with a verdict on each recipe."""

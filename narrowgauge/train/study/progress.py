@@ -1,8 +1,9 @@
-"""How far a study is: steps of all runs together, what runs now, and the time that is left.
+"""Progress of a study: steps over all runs, the active runs, and the remaining time.
 
-Read from the ends of the runs' logs, so it is right after a resumption too. The time left is the steps to come, each recipe's at its own
-pace so far, shared among as many runs as go on at a time; and for each run
-that has not begun what the others took beside their steps: imports, data, the report.
+It is read from the tails of the runs' logs, so it is also correct after a resumption. The remaining
+time is the remaining steps at each recipe's average pace, divided by the number of concurrent runs.
+Runs that have not started also count the average overhead of earlier runs: imports, data and
+report.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from narrowgauge.train.console import clock, tell
 from narrowgauge.train.study.plan import Job
 
 TAIL_BYTES = 2**16
-EVERY_S = 30.0  # between lines, where there is no terminal
+EVERY_S = 30.0  # between lines, without a terminal
 BAR_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The last step that a run has logged."""
+    """Last step in a run's log, its training time and its peak memory."""
 
     step: int = 0
     elapsed_s: float = 0.0
@@ -38,17 +39,18 @@ class Reached:
 
 
 def reached(job: Job) -> Reached:
-    """From the end of its log; nothing if there is no step yet."""
+    """Last logged step of a run; step 0 if there is none."""
     try:
         with reading.opened(job.folder / "metrics.jsonl", METRICS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            # [:-1]: the last piece is empty, or a line that is still being written.
             lines = file.read(TAIL_BYTES).split(b"\n")[:-1]
-    except ConfigError:  # what is wrong is said where the run is read
+    except ConfigError:  # reported when the finished run is read
         return Reached()
     for line in reversed(lines):
         try:
             event = decode(line)
-        except (ValueError, TypeError):  # the first may be cut off
+        except (ValueError, TypeError):  # the tail begins inside of a line
             continue
         if event.get("event") not in ("resume", "step") or refuse(event, EVENTS[event["event"]]):
             continue
@@ -60,17 +62,22 @@ def reached(job: Job) -> Reached:
 
 
 class Progress:
-    """Shows it: a bar on a terminal, else a line now and then."""
+    """Shows progress: a bar on a terminal, else a line every EVERY_S seconds.
+
+    jobs   all runs of the study
+    steps  steps of each run
+    most   concurrent runs
+    over   {run name: '' or reason of failure} for runs that have ended
+    """
 
     def __init__(self, jobs: Sequence[Job], steps: int, most: int) -> None:
         self.jobs, self.steps, self.most = jobs, steps, most
-        self.over: dict[str, str] = {}  # name of a run that has ended -> '' or why it failed
+        self.over: dict[str, str] = {}
         self._said_at_s = time.monotonic()
-        self._began_at_s: dict[
-            str, tuple[float, float]
-        ] = {}  # (clock, seconds of training so far) when a run was first seen to go on
-        self._ended: dict[str, Reached] = {}  # what a run has reached that does not go on
-        self._beside_s: list[float] = []  # what runs took beside their steps
+        # Run name -> (clock, seconds of training logged before) when the run was first seen active.
+        self._began_at_s: dict[str, tuple[float, float]] = {}
+        self._ended: dict[str, Reached] = {}  # final state of ended runs; their logs do not change
+        self._beside_s: list[float] = []  # seconds that ended runs spent outside of training steps
         self._bar: Any = _bar(steps * len(jobs)) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Self:
@@ -85,23 +92,25 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
+        """Prints a line above the bar, or on standard error."""
         if self._bar:
             self._bar.console.print(text, soft_wrap=True)
         else:
             tell(text)
 
     def peak_bytes(self) -> int | None:
-        """The largest of all runs so far; None if none was measured yet."""
+        """Largest peak memory of all runs so far; None if none has been logged."""
         return max((self._reached(job).peak_bytes for job in self.jobs), default=0) or None
 
     def end(self, job: Job, why: str) -> None:
-        """A run has ended: '' or why it failed."""
+        """Records that a run has ended. why: '' or the reason of its failure."""
         self.over[job.name] = why
         began_at_s, trained_s = self._began_at_s.pop(job.name, (time.monotonic(), 0.0))
         spent_s = time.monotonic() - began_at_s
         self._beside_s.append(max(0.0, spent_s - max(0.0, reached(job).elapsed_s - trained_s)))
 
     def show(self, running: Sequence[Job]) -> None:
+        """Updates the display; called often, draws rarely."""
         now_s = time.monotonic()
         for job in running:
             if job.name not in self._began_at_s:
@@ -128,6 +137,7 @@ class Progress:
         return self._ended[job.name]
 
     def left_s(self, found: Mapping[str, Reached]) -> float:
+        """Estimated remaining seconds. found: {run name: state}."""
         paces: dict[str, list[float]] = {}
         for job in self.jobs:
             each = found[job.name]
@@ -141,6 +151,7 @@ class Progress:
                 own = pace * max(0, self.steps - found[job.name].step)
                 own += statistics.fmean(self._beside_s or [0.0]) if job.name not in self._began_at_s else 0.0
                 total, longest = total + own, max(longest, own)
+        # At the end the longest run determines the time, however many run at once.
         return max(total / self.most, longest)
 
 

@@ -1,6 +1,9 @@
-"""Runs a study from wherever it is, and reaches its verdict: `narrowgauge study`, readable from top to bottom.
+"""`narrowgauge study`: continues a study from its current state and computes the verdicts.
 
-study = Study(config=toml.load(Path("cola.toml")), recipes=("bf16", "fp8-current"), seeds=(0, 1, 2, 3, 4), output=Path("runs/study"))
+study = Study(
+    config=toml.load(Path("cola.toml")), recipes=("bf16", "fp8-current"),
+    seeds=(0, 1, 2, 3, 4), output=Path("runs/study"),
+)
 result = run(study)
 [verdict.name for verdict in result.verdicts]
 """
@@ -37,7 +40,12 @@ from narrowgauge.train.study.progress import Progress
 
 @dataclass(frozen=True)
 class Result:
-    """verdicts: on each recipe but the reference; [] if the study was stopped. failed: name of a run -> why."""
+    """Outcome of a study.
+
+    exit_code  see `run`
+    verdicts   one for each recipe but the reference; [] if the study was stopped
+    failed     {run folder: reason}
+    """
 
     exit_code: int
     verdicts: list[Verdict] = field(default_factory=list)
@@ -45,31 +53,38 @@ class Result:
 
 
 def run(study: Study) -> Result:
-    """Trains what is missing, judges, and writes the page.
+    """Trains missing runs, computes the verdicts, and writes the report.
 
-    Exit code 0, also where runs diverged, which is a result; 11 if the runs have not learnt enough to tell
-    (`diagnose.sensitivity`), which more seeds do not mend; 1 or 9 if some failed otherwise, which the next
-    start tries again; 130 or 75 after a request to stop. Raises ConfigError, DataError and others before
-    the first step, or when every run would fail alike; what was trained stays.
+    Exit codes:
+
+        0        success; diverged runs are a result, too
+        1, 9     some runs failed (9: all out of memory); the next start retries them
+        11       the runs have not learnt enough for a verdict (`diagnose.sensitivity`); more seeds
+                 would not help
+        75, 130  stopped on request
+
+    Raises ConfigError, DataError and others before the first step, or if every run would fail
+    alike. Trained runs are kept.
     """
     _refuse_recipes(study)
     if under_torchrun():
-        raise ConfigError("study: starts its own processes. Run it without torchrun.")
+        raise ConfigError("study: starts its own processes. Run it without torchrun.", code="study.torchrun")
     folder = StudyFolder(study.output)
     with _claimed(folder), StopRequest() as stop:
         stored = folder.stored()
         folder.refuse(study, stored)
         tell(f"Reading {study.config.data} ...")
+        # Before any run starts: faulty data are reported once, and the cache is filled.
         config, task = loop.prepare(study.settings_of(study.jobs()[0]))
         identity = dict(task.identity)
         folder.refuse_data(stored, identity)
         before = stored or {}
         study = replace(study, metric=study.metric or before.get("metric", "") or task.best or "loss")
         study = replace(study, margin=study.margin or before.get("margin", ""))
-        study = replace(
-            study, control=study.control or before.get("control", False)
-        )  # what was trained is not left out
+        # Control runs that exist stay part of the study.
+        study = replace(study, control=study.control or before.get("control", False))
         refuse_metric(study.config, study.metric)
+        # Frees the data before the runs need the memory.
         del task
         devices = room.devices(study.config.device)
         jobs = study.jobs()
@@ -85,22 +100,25 @@ def run(study: Study) -> Result:
 
 
 def _refuse_recipes(study: Study) -> None:
-    """ConfigError for unknown names, two names of one recipe, and "auto"."""
+    """Raises ConfigError for unknown recipes, two names of one recipe, and "auto"."""
     known: dict[str, str] = {}
     for name in study.recipes:
         if name == recipes.AUTO:
             raise ConfigError(
-                "recipes: 'auto' chooses by a measurement, so the runs of a study could differ in recipe. Name recipes."
+                "recipes: 'auto' chooses by a measurement, so the runs of a study could differ in recipe. Name recipes.",
+                code="study.auto",
             )
         full = name if name == NO_RECIPE else recipes.get(name).name
         if full in known:
-            raise ConfigError(f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.")
+            raise ConfigError(
+                f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.", code="study.same-recipe"
+            )
         known[full] = name
 
 
 @contextmanager
 def _claimed(folder: StudyFolder) -> Iterator[None]:
-    """The folder, made if need be, held by this process alone."""
+    """Creates the folder if necessary, and locks it."""
     with storage.refusals("use the study's folder", folder.path):
         storage.make_folder(folder.path)
         lock = reading.opened_to_append(folder.lock, LOCK)
@@ -111,9 +129,10 @@ def _claimed(folder: StudyFolder) -> Iterator[None]:
 
 
 def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -> dict[str, Any]:
-    """What study.json says. A run keeps its threads: another number of them sums in another order."""
+    """Contents of study.json."""
     before = stored or {}
     config = study.config
+    # Kept over restarts: another number of threads sums in another order and changes the last bits.
     threads = before.get("threads") or config.threads or max(1, room.cores() // most)
     margins = list(dict.fromkeys([*before.get("margins", []), str(study.chosen_margin)]))
     return before | {
@@ -124,7 +143,7 @@ def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -
 
 
 def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: list[str], stop: StopRequest) -> None:
-    """Trains what is missing; `facts` gets what failed."""
+    """Trains missing runs; adds failures to `facts`."""
     folder, jobs, threads = StudyFolder(study.output), study.jobs(), facts["threads"]
     with Progress(jobs, steps, most) as progress:
         progress.over = {job.name: why for job in jobs if (why := _over(job)) is not None}
@@ -160,7 +179,7 @@ def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: 
 
 
 def _over(job: Job) -> str | None:
-    """'' if a run has finished, NOT_FINITE if it ended so; None if there is something to do."""
+    """'' for a finished run, NOT_FINITE for a diverged one; None if it must be trained."""
     if not os.path.lexists(job.folder / "run.json"):
         return None
     _, why = groups.final(read_alone(job.folder), "loss")
@@ -168,7 +187,8 @@ def _over(job: Job) -> str | None:
 
 
 def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Result:
-    """The verdicts: printed, kept in the study's metrics.jsonl, and on the page."""
+    """Computes the verdicts, prints and logs them, and writes the report."""
+    # The numbers of seeds at which verdicts were computed: repeated looks weaken the evidence.
     facts["looks"] = list(dict.fromkeys([*facts["looks"], len(study.seeds)]))
     folder.write(facts, study.config)
     found = several.of_study(folder.path)

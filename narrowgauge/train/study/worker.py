@@ -1,8 +1,11 @@
-"""One run of a study, in a process of its own: python -m narrowgauge.train.study.worker train SETTINGS.toml
+"""One run of a study in its own process.
 
-What `narrowgauge train` would do, with two differences. It resumes if its folder holds a run, and waits for a while if another process
-trains there yet: one that lost its study a moment ago. And it ends with its study: standard input is a pipe of the study's process, which
-closes when that process ends, by kill -9 too; the run then finishes its step and saves a checkpoint, as after SIGTERM.
+    python -m narrowgauge.train.study.worker train SETTINGS.toml
+
+It behaves like `narrowgauge train`, with two differences. It resumes if its folder holds a run, and
+waits if another process still trains there, such as a worker whose study has just died. It also
+ends with its study: standard input is a pipe from the study, which closes when the study ends, even
+by kill -9. The run then finishes its step and saves a checkpoint, as after SIGTERM.
 """
 
 import os
@@ -22,6 +25,7 @@ POLL_S = 0.5
 
 
 def main(settings: Path) -> int:
+    # Before the slow imports, so that a worker never outlives its study.
     threading.Thread(target=_end_with_study, daemon=True).start()
     try:
         return _run(settings)
@@ -37,12 +41,15 @@ def main(settings: Path) -> int:
 
 
 def _end_with_study() -> None:
+    """Blocks until standard input closes, then sends SIGTERM to this process."""
     while os.read(0, 4096):
         pass
+    # The run's own signal handler then stops it in order.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(settings: Path) -> int:
+    # Imported here: torch takes seconds, and errors below must be caught by `main`.
     from narrowgauge.train import loop
     from narrowgauge.train.run_folder import RunFolder
 

@@ -1,4 +1,8 @@
-"""What a run can learn, by the name in its configuration: running text, or the examples of a table."""
+"""Registry of training tasks, by the `task` name in a run's configuration.
+
+Tasks are language modelling on running text, or learning from the examples of a table or of an
+image folder.
+"""
 
 from narrowgauge.train.tasks.choices import ChoicesTask
 from narrowgauge.train.tasks.classification import ClassificationTask

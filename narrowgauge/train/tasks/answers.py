@@ -1,12 +1,14 @@
-"""Answers that stand in a text: the best span over all windows of a question, and SQuAD's exact match and F1.
+"""Extractive answers: the best span over all windows of a question, and SQuAD's exact match and F1.
 
-    score of a span   first[i] + last[j],  i <= j < i + longest, both tokens of the context; the best over all windows
-    no answer         first[0] + last[0] at the position that stands for it, the least over all windows
+    score of a span   first[i] + last[j],  i <= j < i + longest, both context tokens; maximum
+                      over all windows
+    no answer         first[0] + last[0] at the no-answer position; minimum over all windows
     exact match       1 if the normalized texts are equal
-    F1                of the normalized words that both have, as often as both have them:  2 p r / (p + r)
+    F1                2 p r / (p + r) over the multiset of normalized words that both texts contain
 
-Normalized: lower case, without ASCII punctuation, without the words a, an, the, and with single spaces. Of several known answers the
-best counts; of none, the empty text is right and any other wrong. Rajpurkar et al. 2016 and 2018.
+Normalization: lower case, no ASCII punctuation, no articles (a, an, the), single spaces. Of several
+reference answers the best score counts. A question without a reference answer scores 1 for the
+empty text and 0 for any other. Sources: Rajpurkar et al. 2016 and 2018.
 """
 
 import re
@@ -17,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Scores = np.ndarray[Any, np.dtype[np.float32]]  # [2, tokens] of the first and of the last token of an answer
+Scores = np.ndarray[Any, np.dtype[np.float32]]  # [2, tokens]: start scores, end scores
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Span(NamedTuple):
-    """A span of tokens of a window, both ends included."""
+    """A span of tokens in one window; `first` and `last` are both included."""
 
     score: float
     first: int
@@ -31,12 +33,19 @@ class Span(NamedTuple):
 
 
 def best_span(scores: Scores, inside: Any, longest: int) -> Span | None:
-    """The best span of at most `longest` tokens among those where `inside` [tokens] bool is true; the shortest, then first of equal ones.
+    """Returns the highest-scoring span of at most `longest` tokens, or None.
 
-    None without such a token, or if no score is a number. The tokens inside are one run, as a window has them.
+    scores   [2, tokens] float32, start and end scores
+    inside   [tokens] bool, True for tokens of the context, which form one contiguous run
+    longest  most tokens of a span
+
+    Ties go to the shorter span, then to the earlier one. The result is None if no token is inside
+    or a score is NaN.
     """
     places = np.flatnonzero(inside)
     best: Span | None = None
+    # Loop over span lengths rather than start positions: each iteration is one vectorized sum, and
+    # a strict > keeps the shortest span on ties.
     for more in range(min(longest, len(places))):
         sums = scores[0, places[: len(places) - more]] + scores[1, places[more:]]
         place = int(np.argmax(sums))
@@ -46,22 +55,22 @@ def best_span(scores: Scores, inside: Any, longest: int) -> Span | None:
 
 
 def normalized(text: str) -> str:
-    """As SQuAD compares answers."""
+    """Normalizes a text as the SQuAD evaluation script does."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split())
 
 
 def exact_match(predicted: str, known: Sequence[str]) -> float:
-    """1 or 0; `known` [] is a question without an answer."""
+    """Returns 1.0 or 0.0. An empty `known` means a question without an answer."""
     return float(any(normalized(predicted) == normalized(each) for each in _right(known)))
 
 
 def f1(predicted: str, known: Sequence[str]) -> float:
-    """The best over the known answers."""
+    """Best word F1 over the reference answers."""
     return max(_f1_of(normalized(predicted).split(), normalized(each).split()) for each in _right(known))
 
 
 def _right(known: Sequence[str]) -> Sequence[str]:
-    """The answers that leave something when they are normalized; else the empty one alone, as in SQuAD 2."""
+    """Reference answers that normalization leaves non-empty; else [""], as in SQuAD 2.0."""
     return [each for each in known if normalized(each)] or [""]
 
 

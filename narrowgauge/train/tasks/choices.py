@@ -1,7 +1,8 @@
-"""Multiple choice, as in SWAG, RACE and ARC: the model gives every choice of a question a score, and the largest is taken.
+"""Multiple choice, as in SWAG, RACE and ARC: the choice with the largest score is the answer.
 
-The loss is -log of the softmax over the choices of a question. Each choice is a row of a batch, so a batch of `batch_size` questions has
-as many rows as they have choices; a token budget counts all of them.
+The loss is -log softmax over the choices of a question. Each choice is one row of a batch.
+`batch_size` counts questions, so a batch has more rows than that; `token_budget` counts the tokens
+of all rows.
 """
 
 from collections.abc import Mapping
@@ -25,11 +26,13 @@ from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
 CHOOSER = ModelClass(AutoModelForMultipleChoice, "model that chooses among several texts", new=True)
-USUAL = 4  # choices of a question, where no data tell
+USUAL = 4  # choices of a question in a plan without data, as in SWAG, RACE and ARC
 
 
 @dataclass
 class ChoicesTask(TableTask):
+    """Task "multiple-choice"; `labels` of an example is the position of the right choice."""
+
     name: ClassVar[str] = "multiple-choice"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "accuracy"
@@ -49,12 +52,14 @@ class ChoicesTask(TableTask):
         if 0 < config.token_budget < most * longest and config.too_long != "skip":
             raise DataError(
                 f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
-                f"{most * (longest + 15)} or more, or too_long = 'skip'."
+                f"{most * (longest + 15)} or more, or too_long = 'skip'.",
+                code="choices.token-budget",
             )
         return task
 
     @cached_property
     def rows_per_example(self) -> int:
+        """Largest number of choices of a question in either split."""
         if self.train is None:  # a plan, without data
             return len(_named(self.config)) if len(_named(self.config)) > 1 else USUAL
         return int(max(choices_of(part).max() for part in (self.train, self.validation)))
@@ -66,6 +71,8 @@ class ChoicesTask(TableTask):
     def epoch(self, number: int) -> data.Plan:
         plan, batching = super().epoch(number), self._batching
         steps: Any = plan.steps
+        # The generic planner counts one row for each example, so padding is counted again over the
+        # rows of all choices.
         padding = padding_of(
             self.train, steps, plan.widths, batching.multiple, batching.tokens_multiple, self.config.micro_batches
         )
@@ -102,8 +109,12 @@ def _scores(output: Any, batch: Batch) -> Tensor:
 
 
 def read(batch: Batch, scores: Tensor | None) -> tuple[int, int]:
-    """(questions, those of which the right choice has the largest score); of equal ones the first is taken."""
+    """Returns (questions, correctly answered questions).
+
+    The first of equal scores counts as the answer.
+    """
     assert scores is not None
     labels = batch["labels"].cpu()
+    # Labels have one entry for each row; only the first row of a question carries the answer.
     first = labels != data.IGNORED
     return int(first.sum()), int((scores.cpu()[first].argmax(-1) == labels[first]).sum())

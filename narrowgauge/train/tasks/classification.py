@@ -1,4 +1,4 @@
-"""Encoders, or decoders, that name the class of a text or of a pair of texts."""
+"""Text classification: one class for a text or a pair of texts, with an encoder or a decoder."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,12 +24,18 @@ CLASSIFIER = ModelClass(AutoModelForSequenceClassification, "model that classifi
 
 @dataclass
 class ClassificationTask(TableTask):
+    """Task "classification"; `labels` of an example is the class id."""
+
     name: ClassVar[str] = "classification"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "mcc"
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+        """The data columns with their classes, and the model class."""
+
+        # A function, because `chosen_classes` reads the table only if the configuration names no
+        # classes.
         def rows() -> Iterator[data.Record]:
             return data.records(config.data, [config.label_column], header=header(config))
 
@@ -44,6 +50,8 @@ class ClassificationTask(TableTask):
     def planned(cls, config: TrainConfig) -> TrainConfig:
         if config.classes:
             return config
+        # A plan has no labels to read: take the number from the model's configuration, two at
+        # least.
         known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
         return replace(config, classes=str(max(2, known)))
 
@@ -60,7 +68,7 @@ class ClassificationTask(TableTask):
 
     @property
     def classes(self) -> list[str]:
-        """Their names, in the order of the logits."""
+        """Class names, in the order of the logits."""
         return list(self.model_class.options["id2label"].values())
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
@@ -79,11 +87,13 @@ class ClassificationTask(TableTask):
 
 
 def padding_id(config: TrainConfig, tokenizer: Any) -> int:
-    """The token by which a decoder finds the end of a text. Raises DataError if there is none."""
+    """Token id by which a decoder finds the end of a text; DataError if there is none."""
+    # Decoders of transformers classify the last token that is not pad_token_id.
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if found is None:
         raise DataError(
             f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
-            "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
+            "finds the end of a text by it. Set pad_token in its tokenizer_config.json.",
+            code="classification.no-padding",
         )
     return int(found)

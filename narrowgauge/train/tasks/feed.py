@@ -1,6 +1,7 @@
-"""The batches of training of a table, by length or shuffled, each cut into micro-batches. Other examples share `SampledFeed`.
+"""Training feeds that draw examples through a sampler and cut each step into micro-batches.
 
-Micro-batches are parts of the step's batch, so their number changes memory and nothing else.
+A step's examples do not depend on the number of micro-batches, which changes peak memory but not
+the gradient.
 """
 
 from abc import abstractmethod
@@ -18,9 +19,11 @@ from narrowgauge.train.tasks.task import Feed, StepBatch
 
 @dataclass
 class SampledFeed(Feed):
-    """Batches of a sampler, epoch after epoch, each in at most `parts` micro-batches. The position is the sampler's: (epoch, step).
+    """Batches of a sampler, epoch after epoch, each cut into at most `parts` micro-batches.
 
-    tokens  that a model reads of each example, int64
+    sampler  LengthBatchSampler; holds the position (epoch, step)
+    parts    micro-batches of a step
+    tokens   [examples] int64: tokens that the model reads of each example
     """
 
     sampler: data.LengthBatchSampler
@@ -31,20 +34,28 @@ class SampledFeed(Feed):
         self._epoch: Iterator[list[Any]] = iter(())
         if not len(self.sampler.plan):
             raise DataError(
-                "no example is left to train on: all are above the token budget. Raise token_budget or packing."
+                "no example is left to train on: all are above the token budget. Raise token_budget or packing.",
+                code="feed.none-left",
             )
 
     def draw(self, step: int) -> StepBatch:
         while (items := next(self._epoch, None)) is None:
             self._epoch = iter(self.sampler)  # the sampler's next pass is the next epoch
+        # A short last step can give fewer than `parts` runs. Ranks beyond that number get a batch
+        # without targets.
         parts = runs(items, self.parts)
+        # parts can be fewer than self.parts in a short step, so the share is computed from its
+        # length.
         mine = list(self.mine(len(parts)))
         batches = [self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in mine]
+        # A packed item is a tuple of example indices, an unpacked one a single index.
         drawn = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
         inputs = int(self.tokens[drawn].sum())
         facts = {
             "epoch": self.sampler.epoch + self.sampler.state_dict()["step"] / len(self.sampler),
             "examples": len(drawn),
+            # Padding is counted for this rank's real micro-batches alone; a spare batch would be
+            # counted twice.
             "inputs": inputs,
             "positions": sum(
                 self.positions(batch) for part, batch in zip(mine, batches, strict=True) if part < len(parts)
@@ -54,14 +65,17 @@ class SampledFeed(Feed):
 
     @abstractmethod
     def _batch(self, items: Sequence[Any]) -> Batch:
-        """A micro-batch of these examples, in the sampler's epoch."""
+        """Collates examples into a micro-batch; augmentation depends on the sampler's epoch."""
 
     @abstractmethod
     def positions(self, batch: Batch) -> int:
-        """Tokens that are computed, with padding."""
+        """Token positions that the model computes for `batch`, padding included."""
 
     def _spare(self, items: Sequence[Any]) -> Batch:
-        """For a rank without examples in its turn: those of another, and nothing to learn. It changes no sum and no largest amax."""
+        """Another rank's micro-batch with all labels ignored, for a rank without examples.
+
+        It adds zeros to every gradient sum, and its amax values occur on another rank already.
+        """
         return data.without_targets(self._batch(items))
 
     def probe(self) -> Batch:
@@ -72,12 +86,13 @@ class SampledFeed(Feed):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state)
+        # The next draw starts an iterator at the restored position.
         self._epoch = iter(())
 
 
 @dataclass
 class TableFeed(SampledFeed):
-    """Batches of tokens, padded."""
+    """Padded or packed batches of token ids."""
 
     examples: data.Examples
     collate: data.Collator
@@ -87,4 +102,5 @@ class TableFeed(SampledFeed):
         return self.align(self.collate([self.examples[item] for item in items]))
 
     def positions(self, batch: Batch) -> int:
+        """Size of the larger of input_ids and labels, which differ for encoder-decoders."""
         return max(batch["input_ids"].numel(), batch["labels"].numel())

@@ -1,7 +1,11 @@
-"""Models that name the class of a picture, and how pictures are prepared for them.
+"""Image classification models, and the preprocessing of their images.
 
-From a folder, with its `preprocessor_config.json`; with `from_scratch` of its sizes alone; without one a Vision Transformer of the
-settings' sizes. Where no file says how, pictures are resized to the model's image_size, or 224, with values from -1 to 1.
+A model comes from a folder with a `preprocessor_config.json`. `from_scratch` uses the folder's
+sizes with random weights. Without a folder it is a Vision Transformer with the sizes of the
+settings.
+
+If no file defines the preprocessing, images are resized to the model's image_size (else 224 pixels)
+and scaled to [-1, 1].
 """
 
 from collections.abc import Mapping
@@ -21,24 +25,31 @@ from narrowgauge.train.model import ModelClass, own_configuration, pretrained
 from narrowgauge.train.model_files import file_of
 
 IMAGE_CLASSIFIER = ModelClass(transformers.AutoModelForImageClassification, "model that classifies pictures", new=True)
-PLAIN_SIZE = 224  # pixels, where neither settings nor model say
-PATCH = 16  # pixels, of models that have none: what a run counts as a token of theirs
+PLAIN_SIZE = 224  # pixels; used if neither settings nor model define a size
+PATCH = 16  # pixels; token count of models without patches, such as convolutional networks
 
 
 def own_sizes(config: TrainConfig) -> Any:
-    """The configuration in the model's folder, or None without one."""
+    """transformers configuration in the model's folder, or None without a folder."""
     return own_configuration(config, IMAGE_CLASSIFIER) if config.model else None
 
 
 def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]]:
-    """What is done to pictures, and a note where the model's folder does not say it. ConfigError for what the model cannot read."""
+    """Returns (preprocessing of images, notes).
+
+    A note says that the model's folder has no preprocessing file. Raises ConfigError for image
+    sizes that the model cannot read.
+    """
     sizes, notes = own_sizes(config), list[str]()
     channels, own = getattr(sizes, "num_channels", 3), _pair(getattr(sizes, "image_size", None))
     asked = _pair(config.image_size or None)
+    # Learned position embeddings have one row for each patch, so a pretrained model has one image
+    # size.
     if asked and own and not config.from_scratch and asked != own:
         raise ConfigError(
             f"image_size = {config.image_size}: the model was trained on {own[0]} x {own[1]} pixels, a position for each patch. "
-            "Leave image_size out, or train --from-scratch."
+            "Leave image_size out, or train --from-scratch.",
+            code="image.size",
         )
     path = file_of(config.model, FILE) if config.model else None
     if path is not None:
@@ -55,13 +66,14 @@ def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]
     if own and not asked and (found.height, found.width) != own:
         raise ConfigError(
             f"{path}: makes pictures of {found.height} x {found.width} pixels, and the model reads {own[0]} x {own[1]}. Correct it, or "
-            "set image_size."
+            "set image_size.",
+            code="image.preprocessor",
         )
     return found, notes
 
 
 def sizes_from(config: TrainConfig, preprocessing: data.Preprocessing) -> dict[str, Any]:
-    """What a model that starts at random takes from the pictures."""
+    """Model options for random initialization that follow from the images."""
     size = (
         preprocessing.height
         if preprocessing.height == preprocessing.width
@@ -69,18 +81,20 @@ def sizes_from(config: TrainConfig, preprocessing: data.Preprocessing) -> dict[s
     )
     if not config.model:
         return {"image_size": size, "patch_size": config.patch_size, "num_channels": preprocessing.channels}
+    # With a folder, all other sizes come from its config.json.
     return {"image_size": size} if config.from_scratch and config.image_size else {}
 
 
 def image_model(config: TrainConfig, model_class: ModelClass) -> Any:
-    """In float32, on the CPU."""
+    """Builds or loads the model in float32 on the CPU."""
     if config.model:
         return pretrained(config, model_class)
     config, options = resolved(config), dict[str, Any](model_class.options)
     height, width = _pair(options["image_size"]) or (0, 0)
     if min(height, width) < config.patch_size:
         raise ConfigError(
-            f"patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size."
+            f"patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size.",
+            code="image.patch-size",
         )
     sizes = transformers.ViTConfig(
         hidden_size=config.hidden_size, num_hidden_layers=config.layers, num_attention_heads=config.heads,
@@ -90,19 +104,23 @@ def image_model(config: TrainConfig, model_class: ModelClass) -> Any:
 
 
 def patches_of(config: TrainConfig, preprocessing: data.Preprocessing) -> int:
-    """What counts as the tokens of a picture."""
+    """Number of patches of an image, which a run counts as its tokens."""
+    # config.json may hold a pair, a dict or no patch size at all; `_pair` returns None for the last
+    # two.
     own: Any = getattr(own_sizes(config), "patch_size", None) or PATCH if config.model else config.patch_size
     height, width = _pair(own) or (PATCH, PATCH)
     return max(1, (preprocessing.height // height) * (preprocessing.width // width))
 
 
 def unread_border(model: nn.Module, preprocessing: data.Preprocessing) -> str:
-    """A sentence on the rows and columns of pixels that the patches leave over, or ''.
+    """A sentence about the rows and columns of pixels that no patch covers, or ''.
 
-    torch's convolution drops them without a word where its kernel is as large as its stride and nothing is padded. Models that fill up to
-    whole patches, as Swin does, have a `maybe_pad` beside it.
+    A convolution whose kernel equals its stride, without padding, ignores the remaining rows and
+    columns silently. Models that pad the image to whole patches, such as Swin, have a `maybe_pad`
+    method beside the convolution.
     """
     for name, module in model.named_modules():
+        # The first convolution that reads image channels is taken as the patch embedding.
         if not isinstance(module, nn.Conv2d) or module.in_channels != preprocessing.channels:
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -116,6 +134,7 @@ def unread_border(model: nn.Module, preprocessing: data.Preprocessing) -> str:
         rows, columns = (pixels % each for pixels, each in zip(size, patch, strict=True))
         if not rows and not columns:
             return ""
+        # Fraction of the image's pixels outside of all patches.
         share = 1 - (size[0] - rows) * (size[1] - columns) / (size[0] * size[1])
         fits = " or ".join(
             f"{size[0] - rows + more * patch[0]} x {size[1] - columns + more * patch[1]}" for more in (0, 1)
@@ -129,7 +148,7 @@ def unread_border(model: nn.Module, preprocessing: data.Preprocessing) -> str:
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
-    """(height, width) of a number or of both."""
+    """(height, width) from a number or a pair; None for None and for a dict."""
     if size is None or isinstance(size, Mapping):
         return None
     height, *width = np.ravel(size).tolist()

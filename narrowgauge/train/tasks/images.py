@@ -1,9 +1,11 @@
-"""Vision Transformers, and whatever else transformers builds for the purpose, that name the class of a picture.
+"""Image classification with Vision Transformers and every other image classifier of transformers.
 
-A picture counts as its patches wherever a run counts tokens: height x width / patch^2, 196 of ViT at 224 pixels; of a model without
-patches, as many of 16 x 16. A loss is of one class for each picture, and an evaluation's `eval_tokens` are pictures.
+Wherever a run counts tokens, an image counts as its patches: height x width / patch^2, which is 196
+for ViT at 224 pixels. Models without patches count patches of 16 x 16. The loss has one target for
+each image, so `eval_tokens` limits the number of images.
 
-The projection of patches is a convolution, and the classifier a head: both stay wide under every recipe unless a pattern names them.
+The patch projection is a convolution and the classifier is a head. Both keep their precision under
+every recipe unless a pattern names them.
 """
 
 from __future__ import annotations
@@ -44,12 +46,19 @@ from narrowgauge.train.tasks.task import Readings, TrainTask
 
 @dataclass
 class ImageTask(TrainTask):
-    """Pictures of both sides, and the class of models that learns them. `tokenizer` is what prepares a picture."""
+    """Images of both splits, and the model class that is trained on them.
+
+    tokenizer    the `Preprocessing` of images, in the place of a tokenizer
+    model_class  model class with the class names
+    train        training images, decoded to uint8 at the model's size
+    validation   validation images
+    known        entries about the data in run.json
+    """
 
     model_class: ModelClass
     train: data.Images
     validation: data.Images
-    known: dict[str, Any]  # what run.json says of the data
+    known: dict[str, Any]
 
     name: ClassVar[str] = "image-classification"
     options: ClassVar[Mapping[str, Any]] = {}
@@ -81,6 +90,7 @@ class ImageTask(TrainTask):
             words = f"all of {config.validation_data}"
             notes += [f"Validation: {note}" for note in held_out.summary["notes"]]
         else:
+            # Hash of decoded pixels, not of file names: copies of an image land on the same side.
             contents = (images.pixels(place).tobytes() for place in range(len(images)))
             sides = split_places(contents, config.validation_fraction, config.data, "picture")
             train, validation = map(images.select, sides)
@@ -90,6 +100,7 @@ class ImageTask(TrainTask):
             images.summary["content_hash"],
             held_out.summary["content_hash"],
             repr(columns),
+            # Another crop or resize changes the pixels, so it changes the fingerprint too.
             preprocessing.facts(),
         ]
         names = names_of(classes)
@@ -109,9 +120,11 @@ class ImageTask(TrainTask):
 
     @classmethod
     def without_data(cls, config: TrainConfig) -> Self:
-        """For a plan: it makes models, objectives and batches, and no more."""
+        """Task for `plan`: builds models, objectives and batches, but has no images."""
         preprocessing, _ = preprocessing_of(config)
         given = config.classes.split(",")
+        # `classes` holds a number or a list of names; 0 means that the configuration does not
+        # define it.
         known = int(given[0]) if given[0].strip().isdecimal() else len(given) if config.classes else 0
         classes = known or max(2, getattr(own_sizes(config), "num_labels", None) or 2)
         model_class = labelled(
@@ -121,7 +134,7 @@ class ImageTask(TrainTask):
         return cls(config, preprocessing, [], model_class, nothing, nothing, {})
 
     def blank(self, rows: int) -> Batch:
-        """A batch of so many pictures of no meaning."""
+        """A batch of `rows` zero images, for `plan`."""
         size = self.tokenizer
         pixels = torch.zeros(rows, size.channels, size.height, size.width)
         return {"pixel_values": pixels, "labels": torch.zeros(rows, dtype=torch.int64)}
@@ -133,7 +146,10 @@ class ImageTask(TrainTask):
 
     @cached_property
     def _evaluated(self) -> data.Images:
-        """The pictures that an evaluation sees: all, or in a hashed order as many as eval_tokens. Always the same."""
+        """Images of an evaluation: all, or `eval_tokens` images in hash order.
+
+        Never changes in a run.
+        """
         part, most = self.validation, self.config.eval_tokens
         return (
             part
@@ -143,7 +159,7 @@ class ImageTask(TrainTask):
 
     @cached_property
     def patches(self) -> int:
-        """Tokens of a picture."""
+        """Patches of an image, counted as its tokens."""
         return patches_of(self.config, self.tokenizer)
 
     def steps(self, epochs: int) -> int:
@@ -173,13 +189,19 @@ class ImageTask(TrainTask):
         return Objective(torch.compile(model) if self.config.compile else model, {}, "of one class for each picture")
 
     def feed(self, model: Any) -> ImageFeed:
+        # Only here, because the sentence needs the built model, which `prepare` does not have.
         border = unread_border(model, self.tokenizer)
         if border and border not in self.known["notes"]:
             tell(f"Note: {border}")
             self.known["notes"] = [*self.known["notes"], border]
         config, tokens = self.config, np.full(len(self.train), self.patches, np.int64)
         batching = data.Batching(
-            batch_size=config.batch_size, seed=config.seed, classes=1, multiple=1, tokens_multiple=1
+            # All images have one size: one length class, and no padding to multiples.
+            batch_size=config.batch_size,
+            seed=config.seed,
+            classes=1,
+            multiple=1,
+            tokens_multiple=1,
         )
         made = data.ImageBatches(self.train, config.crop_padding, config.flip, config.seed)
         sampler = data.LengthBatchSampler(tokens, batching)
@@ -188,13 +210,18 @@ class ImageTask(TrainTask):
         )
 
     def align(self, batch: Batch, model: Any) -> Batch:
-        """Pixels in what the model's convolutions take; of one without any, in its first parameter's dtype."""
+        """Casts pixels to the dtype of the model's convolution weights.
+
+        Models without convolutions get the dtype of their first parameter.
+        """
         parameters = list(model.parameters())
+        # Under float16 or bfloat16 weights, conv2d rejects float32 pixels; only convolution weights
+        # have 4 axes.
         dtype = next((each for each in parameters if each.ndim == 4), parameters[0]).dtype
         return batch | {"pixel_values": batch["pixel_values"].to(dtype)}
 
     def evaluation(self, model: Any) -> Iterator[Batch]:
-        """In the order of the data. Batches hold what a micro-batch of training holds."""
+        """Validation batches in the order of the data, each as large as a training micro-batch."""
         made, count = data.ImageBatches(self._evaluated), len(self._evaluated)
         rows = max(1, self.config.batch_size // self.config.micro_batches)
         for first in range(0, count, rows):
@@ -217,7 +244,7 @@ class ImageTask(TrainTask):
 
 @dataclass
 class ImageFeed(SampledFeed):
-    """Batches of pictures, in an order of their own in every epoch, changed by their epoch and row alone."""
+    """Image batches, shuffled in every epoch; augmentation is a function of seed, epoch and row."""
 
     pictures: data.ImageBatches
     patches: int

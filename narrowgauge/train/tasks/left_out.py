@@ -1,4 +1,7 @@
-"""Batches that a run leaves out: those named are drawn and dropped, and the next ones take their steps."""
+"""Feed that skips batches after a loss spike (`on_spike = skip`).
+
+A skipped batch is drawn and dropped, and its step trains on the next batch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from narrowgauge.diagnose.left_out import batch_of
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Feed, StepBatch
 
-KEY = "left_out"  # in the position; absent where nothing was
+KEY = "left_out"  # key in the feed's state; absent if no batch is skipped
 
 
 class LeavingOut(Feed):
-    """The feed of a task without some batches. left_out: their numbers, ascending; batch n is that of step n where none is left out."""
+    """Wraps the feed of a task and skips the batches in `left_out`.
+
+    left_out  batch numbers, from 1, ascending; without skipped batches, batch n trains step n
+    """
 
     def __init__(self, feed: Feed) -> None:
         self._feed, self.left_out = feed, list[int]()
@@ -27,20 +33,22 @@ class LeavingOut(Feed):
         self._feed.share = share
 
     def number(self, step: int) -> int:
-        """Of the batch that is drawn after so many finished steps."""
+        """Number of the batch that is drawn after `step` finished steps."""
         return batch_of(step + 1, self.left_out)
 
     def leave_out(self, numbers: Iterable[int]) -> None:
-        """These as well; of those that were drawn before the present step none."""
+        """Adds batches to skip. Batches of finished steps cannot be skipped any more."""
         self.left_out = sorted({*self.left_out, *numbers})
 
     def draw(self, step: int) -> StepBatch:
+        """Returns the next batch that is not skipped."""
         number = self.number(step)
         first = number
         while first - 1 in self.left_out:
             first -= 1
+        # Drawn although dropped: a sampler's position advances with each draw.
         for dropped in range(first, number):
-            self._feed.draw(dropped - 1)  # a position may move with each
+            self._feed.draw(dropped - 1)
         return self._feed.draw(number - 1)
 
     def probe(self) -> Batch:

@@ -1,7 +1,10 @@
-"""Question answering from a text, as in SQuAD 1 and 2: the model gives every token of a window a score as first and as last of the answer.
+"""Extractive question answering, as in SQuAD 1 and 2.
 
-The loss is the mean of -log p of both over all windows; padding gets no share. Evaluation takes the best span over all windows of a
-question. "No answer" is a choice where questions without one are in the data: it is taken where its score is above the best span's.
+The model scores every token of a window as the start and as the end of the answer. The loss is -log
+p of start and end, averaged over both and over all windows; padding gets probability 0.
+
+Evaluation takes the best span over all windows of a question. If the data contain questions without
+an answer, "no answer" is predicted where its score exceeds the best span's.
 """
 
 import json
@@ -33,6 +36,8 @@ READER = ModelClass(AutoModelForQuestionAnswering, "model that answers questions
 
 @dataclass
 class QuestionsTask(TableTask):
+    """Task "question-answering"; `labels` of an example is (first, last) token of the answer."""
+
     name: ClassVar[str] = "question-answering"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "f1"
@@ -50,6 +55,8 @@ class QuestionsTask(TableTask):
         task = super().prepare(config)
         sides = {"train": task.train, "validation": task.validation}
         for name, part in sides.items():
+            # Only the first window of a question stores the question's text, so a non-empty TEXT
+            # marks a new question.
             task.known[f"{name}_questions"] = int((part.sizes(TEXT) > 0).sum())
         task.known["unanswerable"] = sum(
             int((part.numbers(KNOWN)[part.sizes(TEXT) > 0] == 0).sum()) for part in sides.values()
@@ -63,7 +70,7 @@ class QuestionsTask(TableTask):
         return task
 
     def _words(self) -> str:
-        """What became of the questions, a sentence."""
+        """A note on the number of questions, windows and unanswerable questions."""
         known = self.known
         unanswerable = known["unanswerable"]
         words = (
@@ -77,6 +84,7 @@ class QuestionsTask(TableTask):
         )
 
     def together(self, part: data.Examples) -> Indices:
+        """Question number of each window: windows of one question are evaluated together."""
         return np.cumsum(part.sizes(TEXT) > 0) - 1
 
     def blank(self, width: int) -> dict[str, Any]:
@@ -98,6 +106,7 @@ class QuestionsTask(TableTask):
         answered = [
             example["labels"][0] != nowhere_of(own, self.tokenizer) for example, own in zip(part, ids, strict=True)
         ]
+        # Number of reference answers of each question, taken at its first window.
         known = part.numbers(KNOWN)[part.sizes(TEXT) > 0]
         nothing_is_a_choice = bool(self.known["unanswerable"])
         return trivial.of_spans(
@@ -109,13 +118,18 @@ class QuestionsTask(TableTask):
         targets = sum(count for _, (count, _) in found)
         windows: dict[int, Scores] = {}
         for places, (_, (_, rows)) in zip(self.evaluated_places, found, strict=True):
+            # Evaluation batches are sorted by length; scores go back to the order of the examples.
             windows |= dict(zip(places, rows, strict=True))
         return {"loss": total_of(found) / targets, "tokens": targets, **self._metrics(windows)}
 
     def _metrics(self, windows: Mapping[int, Scores]) -> dict[str, float]:
-        """Exact match and F1 over the questions of the evaluation. windows: scores by the place of an example in `_evaluated`."""
+        """Exact match and F1, averaged over the evaluated questions.
+
+        windows  {index in `_evaluated`: scores [2, tokens]}
+        """
         part = self._evaluated
         exact, shared = [], []
+        # One group of consecutive windows for each question.
         for places in np.split(np.arange(len(part)), np.flatnonzero(part.sizes(TEXT) > 0)[1:]):
             known = json.loads(bytes(part.array(TEXT, int(places[0]))))
             answer = self.answer(known["context"], {int(place): windows[int(place)] for place in places})
@@ -124,17 +138,21 @@ class QuestionsTask(TableTask):
         return {"exact_match": float(np.mean(exact)), "f1": float(np.mean(shared))}
 
     def answer(self, context: str, windows: Mapping[int, Scores]) -> str:
-        """The text of the best span over the windows of a question, or '' for none."""
+        """Text of the best span over the windows of one question, or '' for "no answer"."""
         part, best, place_of_best, nothing = self._evaluated, Span(-np.inf, 0, 0), -1, np.inf
         for place, scores in windows.items():
+            # Tokens of question, separators and padding have offsets of -1.
             inside = part.array(OFFSETS, place).reshape(-1, 2)[:, 0] >= 0
             span = best_span(scores, inside, self.config.answer_tokens)
             if span is not None and span.score > best.score:
                 best, place_of_best = span, place
+            # Minimum over windows, as in SQuAD 2.0: a window that lacks the answer scores "no
+            # answer" high, and must not outvote the others.
             nothing = min(nothing, float(scores[:, nowhere_of(part.array("input_ids", place), self.tokenizer)].sum()))
         if place_of_best < 0 or (self.known["unanswerable"] and nothing > best.score):
             return ""
         offsets = part.array(OFFSETS, place_of_best).reshape(-1, 2)
+        # Character offsets into the original context keep its spelling; decoded ids would lose it.
         return context[offsets[best.first, 0] : offsets[best.last, 1]].strip()
 
 
@@ -143,19 +161,25 @@ def _scores(output: Any, batch: Batch) -> Tensor:
 
 
 def _read(batch: Batch, scores: Tensor | None) -> tuple[int, list[Scores]]:
-    """The targets of a batch, and of each window the scores [2, tokens]: 8 bytes for each token that an evaluation reads."""
+    """Returns (targets of the batch, scores [2, tokens] of each window); 8 bytes for each token."""
     assert scores is not None
     rows, sizes = scores.float().cpu().numpy(), batch["attention_mask"].sum(1).tolist()
+    # A copy, or each row would keep its whole padded batch alive.
     return data.valid_targets(batch), [row[:, :size].copy() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _stride(config: TrainConfig, longest: int | None) -> int:
-    """Tokens that neighbouring windows share; the default gives way to short windows, and what was asked for does not."""
+    """Tokens that neighbouring windows share.
+
+    The default shrinks to a quarter of a short window. An explicit setting above half of a window
+    raises ConfigError.
+    """
     if longest is None or 2 * config.stride <= longest:
         return config.stride
     if config.stride == TrainConfig.stride:
         return longest // 4
     raise ConfigError(
         f"stride = {config.stride}: more than half of a window of {longest} tokens (max_length), which holds the question too. "
-        f"Set a smaller stride, as {longest // 4}."
+        f"Set a smaller stride, as {longest // 4}.",
+        code="questions.stride",
     )

@@ -1,8 +1,9 @@
-"""The rows of a table as examples to train on and to validate on.
+"""Reads the rows of a table as training and validation examples.
 
-A run trains on `data` and validates on `validation_data`, or on a share of the rows of `data`. The hash of a row's ids decides which:
-adding or reordering rows moves no other row, and copies of a row land on the same side. What hangs together (`Stored.group`: the
-questions on a text) does so too, and there the hash is that of the group.
+Validation uses `validation_data`, or a share of the rows of `data`. A hash of the row's token ids
+decides the split. Adding or reordering rows moves no other row, and copies of a row land on the
+same side. Related rows (`Stored.group`, such as all questions on one text) share one hash, the hash
+of their group.
 """
 
 import hashlib
@@ -20,23 +21,30 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks.task import SPLIT_SEED
 
-FEW = 20  # examples to validate on; below, a note
-# Their first position has the number of the padding token plus one, so as many fewer tokens fit.
+FEW = 20  # validation examples below which a note warns
+# Position ids of these model types start at pad_token_id + 1; the positions before carry no token.
 OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"})
 
 
 def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any) -> int | None:
-    """max_length of the configuration, or the tokens that model and tokenizer know positions for; None: no limit is known."""
+    """Most tokens of an example; None if unlimited.
+
+    The limit is `max_length` if set, else the smaller limit of model and tokenizer.
+
+    Raises ConfigError if `max_length` exceeds the model's positions.
+    """
     sizes = own_configuration(config, model_class)
     positions = getattr(sizes, "max_position_embeddings", None)
     if positions is not None and sizes.model_type in OFFSET_POSITIONS:
         positions -= (sizes.pad_token_id or 0) + 1
     if not config.max_length:
+        # Tokenizers without a limit report about 1e30 as model_max_length.
         known = [number for number in (positions, tokenizer.model_max_length) if number is not None and number < 10**9]
         return min(known, default=None)
     if positions is not None and config.max_length > positions:
         raise ConfigError(
-            f"max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less."
+            f"max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less.",
+            code="examples.max-length",
         )
     return config.max_length
 
@@ -44,7 +52,10 @@ def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any
 def read(
     config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | None
 ) -> tuple[data.Examples, data.Examples, dict[str, Any]]:
-    """The examples of both sides, encoded or from the cache, and what is known of them."""
+    """Returns (training examples, validation examples, summary for run.json).
+
+    Examples are encoded, or loaded from the cache.
+    """
     limits = data.Limits(max_length=longest, too_long=config.too_long, no_target=config.no_target)  # type: ignore[arg-type]
 
     def prepared(source: str) -> data.Examples:
@@ -62,6 +73,7 @@ def read(
         train, validation = split_rows(examples, config.validation_fraction)
         split = f"{config.validation_fraction:.4g} of the rows, by their hash"
     notes += few_notes(len(validation))
+    # The fingerprint covers columns and limits too: the same table encoded otherwise is other data.
     content = [examples.summary["content_hash"], held_out.summary["content_hash"], repr(task), asdict(limits)]
     summary = {
         "source": examples.summary["source"],
@@ -80,41 +92,45 @@ def read(
 
 
 def keys(examples: data.Examples) -> Iterator[bytes]:
-    """What decides the side of each example: what hangs together has one."""
+    """Bytes that decide the split of each example; equal for examples of one group."""
     if examples.group is None:
         return (examples.array("input_ids", place).astype("<i8").tobytes() for place in range(len(examples)))
     return (int(group).to_bytes(8, "little") for group in examples.group)
 
 
 def header(config: TrainConfig) -> list[str] | None:
+    """Column names of a CSV file without a header line, or None."""
     return [name.strip() for name in config.columns.split(",")] if config.columns else None
 
 
 def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples, data.Examples]:
-    """(training, validation), by the hash of their ids."""
+    """Splits into (training, validation) examples by the hash of their ids."""
     learnt, held_out = split_places(keys(examples), fraction, examples.summary["source"], "text")
     return examples.select(learnt), examples.select(held_out)
 
 
 def split_places(contents: Iterator[bytes], fraction: float, source: str, what: str) -> tuple[Indices, Indices]:
-    """Places of (training, validation): one validates if the hash of its content, as a share of all hashes, is below `fraction`.
+    """Indices of (training, validation) examples; hash / 2^64 < fraction selects validation.
 
-    Of few, where that leaves a side empty, those with the smallest hashes validate. Raises DataError if all have one content.
+    If that leaves one side empty, the round(fraction n) smallest hashes, one at least, form the
+    validation set. Raises DataError if all contents are equal.
     """
     digests = (hashlib.sha256(b"%d:" % SPLIT_SEED + content).digest() for content in contents)
     draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
     held_out = draws < fraction
     if held_out.all() or not held_out.any():
+        # <=, not a slice of the argsort: equal contents have equal hashes and stay on one side.
         held_out = draws <= np.sort(draws)[max(0, round(fraction * len(draws)) - 1)]
     if held_out.all():
         raise DataError(
-            f"{source}: {len(draws)} rows with one {what} cannot be split. Pass validation_data, or more rows."
+            f"{source}: {len(draws)} rows with one {what} cannot be split. Pass validation_data, or more rows.",
+            code="data.cannot-split",
         )
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def few_notes(count: int) -> list[str]:
-    """A note on a validation set of few examples."""
+    """A note if the validation set has fewer than FEW examples."""
     if count >= FEW:
         return []
     return [

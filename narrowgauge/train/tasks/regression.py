@@ -1,9 +1,9 @@
-"""Encoders, or decoders, that give numbers for a text or a pair of texts; correlations as papers report them.
+"""Regression: numbers for a text or a pair of texts, with Pearson and Spearman correlations.
 
-loss = sum over rows and columns of (output - target)^2 / their number      in the units of the targets, squared
+loss = sum over rows and columns of (output - target)^2 / their number    [target units squared]
 
-Targets are learnt as they are: a note says their scale, and which loss always answering their mean has. Pearson's and Spearman's
-correlations are scipy's, of several columns the mean over them; with outputs that are all the same a correlation is 0.
+Targets are not scaled. A note reports their scale, and the loss of always answering their mean.
+Correlations are scipy's, averaged over columns; constant outputs have correlation 0.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
 REGRESSOR = ModelClass(AutoModelForSequenceClassification, "model that gives numbers for texts", new=True)
-FAR = 10.0  # deviations, or units, beyond which a head that begins near zero has far to go
+FAR = 10.0  # standard deviations, or units, beyond which a head initialized near 0 learns slowly
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
 class RegressionTask(TableTask):
+    """Task "regression"; `labels` of an example is a float vector with one number per column."""
+
     name: ClassVar[str] = "regression"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "pearson"
@@ -53,6 +55,7 @@ class RegressionTask(TableTask):
         task = super().prepare(config)
         names = list(task.model_class.options["id2label"].values())
         task.notes += scale_notes(names, numbers_of(task.train), config.data)
+        # Called for its errors alone: a correlation with constant targets is undefined.
         scale_notes(names, numbers_of(task._evaluated), "the examples that evaluations see")
         return task
 
@@ -78,40 +81,51 @@ class RegressionTask(TableTask):
 
 
 def numbers_of(examples: data.Examples) -> Numbers:
-    """Their targets, [examples, columns]."""
+    """Targets of all examples, [examples, columns] float64."""
     return np.stack([examples.array("labels", place) for place in range(len(examples))])
 
 
 def answered(batch: Batch, logits: Tensor | None) -> tuple[Numbers, Numbers]:
-    """Outputs and targets, [rows, columns] float64 on the host."""
+    """(outputs, targets), both [rows, columns] float64 on the host."""
     assert logits is not None
     return logits.double().cpu().numpy(), batch["labels"].double().cpu().numpy()
 
 
 def correlations(answers: Numbers, targets: Numbers) -> dict[str, float]:
-    """Of [rows, columns] each: the mean over columns. NaN where an output is not finite."""
+    """Pearson and Spearman correlation, averaged over columns; NaN if an output is not finite.
+
+    answers, targets  [rows, columns]
+    """
+    # Imported here because only this task needs scipy.
     from scipy import stats
 
     found: dict[str, list[float]] = {"pearson": [], "spearman": []}
     for output, target in zip(answers.T, targets.T, strict=True):
         for name, correlate in (("pearson", stats.pearsonr), ("spearman", stats.spearmanr)):
+            # scipy returns NaN for constant input; a model that has learnt nothing should score 0.
             if np.ptp(output) == 0:
                 found[name].append(0.0)
                 continue
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of outputs that are nearly all the same
+                warnings.simplefilter("ignore")  # NearConstantInputWarning
                 found[name].append(float(correlate(output, target).statistic))
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def scale_notes(names: list[str], numbers: Numbers, where: str) -> Iterator[str]:
-    """A sentence on the scale of each column. DataError for one whose numbers are all the same: it correlates with nothing."""
+    """A note on the scale of each column.
+
+    Raises DataError for a constant column, which has no correlation.
+    """
     for name, column in zip(names, numbers.T, strict=True):
         if np.ptp(column) == 0:
             raise DataError(
                 f"{where}: every number in column {name!r} is {column[0]:g} ({len(column)} rows), so there is nothing to learn or to "
-                "correlate with. Pass other data, a larger validation_fraction or another label_column."
+                "correlate with. Pass other data, a larger validation_fraction or another label_column.",
+                code="regression.constant",
             )
+    # A separate generator: the checks above must run when `scale_notes` is called, not when it is
+    # iterated.
     return _scales(names, numbers)
 
 

@@ -1,6 +1,7 @@
-"""Tasks on a table: what they share of model, batches, evaluation and facts. Reading is in `reading`, the batches of training in `feed`.
+"""Base of all tasks on a table: model, batches, evaluation and facts.
 
-What a kind of model makes different is in the task's own file.
+Module `reading` reads the rows, module `feed` draws training batches, and each task's module adds
+its columns, loss and metrics.
 """
 
 import hashlib
@@ -24,27 +25,36 @@ from narrowgauge.train.tasks.reading import longest_example, read
 from narrowgauge.train.tasks.task import Readings, TrainTask
 
 EVAL_ORDER = b"evaluation"
-ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
-WORTH_A_WORD = 20.0  # percent of padding from which `preview` says how to mend it
-MORE_PARTS = (4, 3, 2)  # so many times the micro-batches: it advises the first that divides the batch and pads less
+# tokens_at_once is rounded to this many tokens: runs on nearly the same data then share the
+# measurements of recipe "auto".
+ALIGNED = 16
+WORTH_A_WORD = 20.0  # percent of padding from which `preview` suggests other settings
+# Factors of micro_batches that `preview` tries; it suggests the first that divides the batch and
+# pads less.
+MORE_PARTS = (4, 3, 2)
 
 
 @dataclass
 class TableTask(TrainTask):
-    """Encoded examples of both sides, and the class of models that learns them."""
+    """Encoded examples of both splits, and the model class that is trained on them.
+
+    model_class  model class with its options
+    longest      most tokens of an example; None: unlimited
+    known        entries about the data in run.json
+    """
 
     model_class: ModelClass
     train: data.Examples
     validation: data.Examples
-    longest: int | None  # most tokens that an example may have; None: no limit is known
-    known: dict[str, Any]  # what run.json says of the data
+    longest: int | None
+    known: dict[str, Any]
 
     default_metric: ClassVar[str] = "loss"
 
     @classmethod
     @abstractmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
-        """What the columns of the table mean, and the class of models that learns them."""
+        """Returns the roles of the table's columns, and the model class."""
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
@@ -65,16 +75,19 @@ class TableTask(TrainTask):
 
     @property
     def rows_per_example(self) -> int:
-        """Rows that an example has in a batch, at most."""
+        """Most rows of a batch that one example fills."""
         return 1
 
     @classmethod
     def planned(cls, config: TrainConfig) -> TrainConfig:
-        """The configuration with what `roles` would look up in the data, for a plan without any."""
+        """Configuration for a plan without data.
+
+        Settings that `roles` would otherwise read from the data are filled in.
+        """
         return config
 
     def blank(self, width: int) -> dict[str, Any]:
-        """An example of so many tokens, of no meaning, for a plan without data."""
+        """A meaningless example of `width` tokens, for a plan without data."""
         ids = np.ones(width, dtype=np.int64)
         return {"input_ids": ids, "labels": ids}
 
@@ -95,7 +108,13 @@ class TableTask(TrainTask):
 
     @property
     def _order(self) -> Literal["length", "shuffled"]:
-        """Of a writing task shuffled: the end of a text hangs on its length, so steps of one length teach it later."""
+        """Order of batches: "length" or "shuffled".
+
+        The default is shuffled for generation tasks, else by length. In generation tasks the length
+        determines where the end token comes, so steps of one length learn it later. The loss was
+        0.062 nats higher on Multi30k after 500 steps (docs/log.md, "Steps of one length teach
+        writing later").
+        """
         asked = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
         return "shuffled" if asked == "shuffled" else "length"
 
@@ -105,7 +124,7 @@ class TableTask(TrainTask):
 
     @cached_property
     def _plan(self) -> data.Plan:
-        """Of the first epoch."""
+        """Plan of the first epoch."""
         return self.epoch(0)
 
     def epoch(self, number: int) -> data.Plan:
@@ -116,22 +135,30 @@ class TableTask(TrainTask):
 
     @cached_property
     def _evaluated(self) -> data.Examples:
-        """The examples that an evaluation sees: all, or in a hashed order as many as eval_tokens hold. Always the same."""
+        """Examples of an evaluation: all, or at most `eval_tokens` tokens in hash order.
+
+        Never changes.
+        """
         part, most_tokens = self.validation, self.config.eval_tokens
         if int(part.tokens.sum()) <= most_tokens:
             return part
         return part.select(hashed_share(part.tokens, self.together(part), most_tokens))
 
     def together(self, part: data.Examples) -> Indices:
-        """A number for each example: those with the same are evaluated together, or not at all."""
+        """Group number of each example; a group is evaluated as a whole or not at all."""
         return np.arange(len(part))
 
     def steps(self, epochs: int) -> int:
-        """Under a token budget epochs differ a little."""
+        """Optimizer steps of `epochs` epochs.
+
+        Under a token budget the number of steps differs slightly between epochs, so each is
+        planned.
+        """
         later = (self.epoch(number) for number in range(1, epochs))
         return len(self._plan) + sum(map(len, later))
 
     def tokens_at_once(self) -> int:
+        # max() covers a plan without steps; the feed raises the error for that.
         batches = max(1, len(self._plan)) * self.config.micro_batches
         return max(ALIGNED, round(self._plan.padding.planned.positions / batches / ALIGNED) * ALIGNED)
 
@@ -148,12 +175,16 @@ class TableTask(TrainTask):
         return [*self.coloured(self.train[0]), f"First epoch, {self._plan.padding}", *notes]
 
     def _less_padding(self) -> list[str]:
-        """What would pad a shuffled epoch less, where padding is a fifth of it or more."""
+        """A note on settings that would reduce the padding of a shuffled epoch.
+
+        The note appears from 20 % of padding on. Each suggestion is planned, not guessed.
+        """
         config, now = self.config, self._plan.padding.planned.percent
         if self._order == "length" or now < WORTH_A_WORD:
             return []
         said = f"Steps are random samples of all lengths, {now:.0f} % padding."
         whole = 0 if config.token_budget else config.batch_size
+        # Whole micro-batches only: batch_size must stay divisible by their number.
         for more in (times for times in MORE_PARTS if not whole % (times * config.micro_batches)):
             cut = self._planned(self._batching, 0, more * config.micro_batches).padding.planned.percent
             if cut < now - 1:
@@ -165,7 +196,7 @@ class TableTask(TrainTask):
         return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
-        """What is learnt of an example, and what is only seen."""
+        """The example's text for the console, with learnt tokens highlighted."""
         return [data.coloured_sample(self.tokenizer, example["input_ids"], example["labels"])]
 
     def model(self) -> Any:
@@ -186,9 +217,10 @@ class TableTask(TrainTask):
 
     @cached_property
     def evaluated_places(self) -> list[list[int]]:
-        """The examples of each batch of an evaluation, as places in `_evaluated`, sorted by length: the least padding.
+        """Examples of each evaluation batch, as indices in `_evaluated`.
 
-        Batches hold what a micro-batch of training holds.
+        Examples are sorted by length for least padding. A batch is as large as a training
+        micro-batch.
         """
         config, batching = self.config, self._batching
         parts, rows, budget = config.micro_batches, batching.batch_size, batching.token_budget
@@ -217,9 +249,16 @@ class TableTask(TrainTask):
 
 
 def hashed_share(tokens: Indices, together: Indices, most_tokens: int) -> Indices:
-    """Places, ascending, of examples with at most so many tokens, in a hashed order of what stands together; one of it at least."""
+    """Ascending indices of examples with `most_tokens` tokens at most, in hash order of groups.
+
+    tokens    [examples] tokens of each example
+    together  [examples] group of each example
+
+    Groups are taken whole. At least one group is returned, even if it exceeds the limit.
+    """
     _, member = np.unique(together, return_inverse=True)
     sizes = np.bincount(member, weights=tokens).astype(np.int64)
+    # A hash, not a random generator: the selection stays the same across numpy versions and seeds.
     keys = [hashlib.sha256(EVAL_ORDER + b":%d" % place).digest() for place in range(len(sizes))]
     order = np.array(sorted(range(len(sizes)), key=keys.__getitem__))
     count = max(1, int(np.searchsorted(np.cumsum(sizes[order]), most_tokens, side="right")))
@@ -227,5 +266,7 @@ def hashed_share(tokens: Indices, together: Indices, most_tokens: int) -> Indice
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinity where it overflows, NaN of NaN."""
+    """exp(loss); inf on overflow, NaN for NaN."""
+    # `not loss > 700` is True for NaN, which math.exp returns as NaN; math.exp raises OverflowError
+    # above 709.78.
     return math.exp(loss) if not loss > 700 else math.inf

@@ -1,12 +1,14 @@
-"""Tags of words, as named entities: a class for each word, read at its first token; and the metrics of spans.
+"""Token tagging, such as named entities: one class for each word, and span metrics.
 
-    precision   spans that were found and are right / spans that were found
-    recall      spans that were found and are right / spans that are there
+    precision   correct predicted spans / predicted spans
+    recall      correct predicted spans / labelled spans
     f1          2 precision recall / (precision + recall)
     accuracy    words with the right tag / words
 
-As conlleval counts: a span is right if its first word, its last word and its type are; spans of all types and sentences are counted
-together (micro). A sum over nothing gives 0. Tags without B- and I- mark no spans: accuracy alone is measured.
+The model tags a word at its first token. Spans are counted as in conlleval: a span is correct if
+its first word, last word and type are. Counts are summed over all types and sentences (micro
+average). A ratio over zero is 0. Tags without B- and I- prefixes define no spans, so only accuracy
+is measured.
 """
 
 from collections import Counter
@@ -34,11 +36,13 @@ from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
 TAGGER = ModelClass(AutoModelForTokenClassification, "model that tags words", new=True)
-Tags = list[int]  # of the words of a sentence
+Tags = list[int]  # tag ids of the words of one sentence
 
 
 @dataclass
 class TaggingTask(TableTask):
+    """Task "tagging"; `labels` holds the tag id at a word's first token, else IGNORED."""
+
     name: ClassVar[str] = "tagging"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "f1"
@@ -52,6 +56,8 @@ class TaggingTask(TableTask):
     def planned(cls, config: TrainConfig) -> TrainConfig:
         if config.classes:
             return config
+        # A plan has no tags to read: take their number from the model's configuration, two at
+        # least.
         known = getattr(own_configuration(config, TAGGER), "num_labels", None) or 2
         return replace(config, classes=",".join(f"tag {place}" for place in range(max(2, known))))
 
@@ -64,7 +70,7 @@ class TaggingTask(TableTask):
 
     @property
     def tags(self) -> list[str]:
-        """Their names, in the order of the logits."""
+        """Tag names, in the order of the logits."""
         return list(self.model_class.options["id2label"].values())
 
     @property
@@ -72,7 +78,7 @@ class TaggingTask(TableTask):
         return super().best if self.config.best or in_spans(self.tags) else "accuracy"
 
     def _words(self) -> list[str]:
-        """How many words there are of each tag, a sentence; and one on tags that mark no spans."""
+        """Notes on the number of words of each tag, and on tags that define no spans."""
         counts = [
             Counter(label for each in part for label in words_of(each["labels"]))
             for part in (self.train, self.validation)
@@ -90,12 +96,15 @@ class TaggingTask(TableTask):
         return Objective(torch.compile(model) if self.config.compile else model, {}, "of one tag for each word")
 
     def collator(self, **options: Any) -> data.Collator:
+        # Tags belong to their own token: labels are not shifted by one as for language models.
         return super().collator(causal=False, shifted=False, **options)
 
     def feed(self, model: Any) -> TableFeed:
         feed = super().feed(model)
         if self.config.packing:
-            with suspended(model):  # one scale for a whole tensor ties documents together, by rounding alone
+            # Per-tensor scales couple packed documents through rounding. Without the recipe the
+            # check sees leaks of the attention mask alone.
+            with suspended(model):
                 data.check_packing(model, feed.collate)
         return feed
 
@@ -110,7 +119,7 @@ class TaggingTask(TableTask):
 
 
 def read(batch: Batch, logits: Tensor | None) -> list[tuple[Tags, Tags]]:
-    """(predicted, known) tags of the words of each sentence; of equal logits the first."""
+    """(predicted, labelled) tags of the words of each sentence; the first of equal logits wins."""
     assert logits is not None
     predicted, known = logits.argmax(-1).cpu(), batch["labels"].cpu()
     counts = known != data.IGNORED
@@ -120,13 +129,19 @@ def read(batch: Batch, logits: Tensor | None) -> list[tuple[Tags, Tags]]:
 
 
 def metrics(sentences: Iterable[tuple[Tags, Tags]], tags: Sequence[str]) -> dict[str, float]:
-    """See the top of the file. sentences: (predicted, known) numbers of tags."""
+    """Computes f1, precision, recall and accuracy as defined in the module docstring.
+
+    sentences  (predicted, labelled) tag ids
+    tags       tag names
+    """
     right = words = hits = found = there = 0
     has_spans = in_spans(tags)
     for predicted, known in sentences:
         words += len(known)
         right += sum(one == other for one, other in zip(predicted, known, strict=True))
         if has_spans:
+            # Sets of (first word, last word, type): their intersection holds exactly the correct
+            # spans.
             ours, theirs = (spans_in([tags[each] for each in side]) for side in (predicted, known))
             hits, found, there = hits + len(ours & theirs), found + len(ours), there + len(theirs)
     scores = {"accuracy": right / words if words else 0.0}
@@ -138,17 +153,25 @@ def metrics(sentences: Iterable[tuple[Tags, Tags]], tags: Sequence[str]) -> dict
 
 
 def words_of(labels: Any) -> list[int]:
+    """Tag ids of a sentence's words, without ignored tokens."""
     return [int(each) for each in np.asarray(labels) if each != data.IGNORED]
 
 
 def chosen_tags(config: TrainConfig) -> tuple[str, ...]:
-    """The tags as configured; else those of the training data, in the model's own order if it was trained on the same."""
+    """Tags from the configuration, else from the training data.
+
+    If a pretrained model has the same set of tags, its order is kept.
+    """
     if config.classes.strip():
         return tuple(name.strip() for name in config.classes.split(","))
+    # Placeholder tags: the reader is needed to find the real ones.
     reader = _columns(config, ("O", "-"))
     found = tags_of(data.records(config.data, reader.columns, header=header(config)), reader, MOST_CLASSES)
     if len(found) < 2:
-        raise DataError(f"{config.data}: {len(found)} different tags, {list(found)}. Pass data with two at least.")
+        raise DataError(
+            f"{config.data}: {len(found)} different tags, {list(found)}. Pass data with two at least.",
+            code="tagging.one-tag",
+        )
     own = getattr(own_configuration(config, TAGGER), "id2label", None) or {}
     names = tuple(str(own[place]) for place in sorted(own))
     return names if set(names) == set(found) else tuple(sorted(found))

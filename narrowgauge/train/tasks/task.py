@@ -1,7 +1,8 @@
 """The interface of a task: model, batches, loss and evaluation.
 
-A `TrainTask` holds the data and their metadata; a run and its reference share it, so nothing in it changes. A `Feed` yields the
-batches of one run and keeps the position. The trainer uses these two and does not depend on the task.
+A `TrainTask` holds the data and their metadata. A run and its reference share it, so nothing in it
+changes. A `Feed` yields the batches of one run and keeps the position. The trainer uses both and
+does not depend on the task.
 """
 
 from abc import ABC, abstractmethod
@@ -17,19 +18,31 @@ from narrowgauge import data
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 
-SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents or rows
-Compute = Callable[[Batch, torch.device], tuple[Tensor, Tensor | None]]  # a loss, and what is read beside it
-Read = Callable[[Batch, Tensor | None], Any]  # what a task wants to know of a batch and its logits, on the host
+# A constant, not the run's seed: runs of different seeds must share their held-out rows, or
+# their validation losses cannot be compared.
+SPLIT_SEED = 0
+# batch, device -> (loss, logits or another output that a metric reads)
+Compute = Callable[[Batch, torch.device], tuple[Tensor, Tensor | None]]
+# batch, output of Compute -> the values that a metric needs, copied to the host
+Read = Callable[[Batch, Tensor | None], Any]
 
 
 class Score(Protocol):
-    """`compute` of a batch in the run's precision, inside a forward pass of the model; without one `Objective.scored`."""
+    """Computes `compute` on a batch in the run's precision, inside a forward pass of the model.
+
+    The default of `compute` is `Objective.scored`.
+    """
 
     def __call__(self, batch: Batch, compute: Compute = ...) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Readings(Protocol):
-    """The loss of each batch and what was read of it."""
+    """Runs the model over batches and returns (loss, result of `read`) for each batch.
+
+    batches  evaluation batches, in order
+    read     extracts the values that a metric needs from a batch and its logits
+    compute  replaces the forward pass and loss, for example by text generation
+    """
 
     def __call__(
         self, batches: Iterator[Batch], read: Read, compute: Compute | None = None
@@ -38,129 +51,180 @@ class Readings(Protocol):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one optimizer step, or what a rank has of them."""
+    """Micro-batches of one optimizer step, or the part that this rank computes.
 
-    batches: list[Batch]  # labels are aligned with the logits, as `objective` has them
-    inputs: int  # tokens that the model reads in the step, padding not counted; of a pair of texts the longer one's
-    # Further keys of the step's event; of `batches` the positions alone.
+    batches   micro-batches; labels are aligned with the logits, as `Objective` expects
+    inputs    tokens that the model reads in the whole step, without padding; of a text pair the
+              longer text's
+    facts     further keys of the step's event in metrics.jsonl; `positions` counts `batches` alone
+    examples  numbers, from 0, of the training examples (or text windows) of the whole step,
+              on all ranks
+    """
+
+    batches: list[Batch]
+    inputs: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-    # Numbers, from 0, of the training examples of the whole step, whatever a rank has of it; of a text, of its windows.
     examples: Sequence[int] = ()
 
 
 class Feed(ABC):
-    """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped.
+    """Training batches in order, for one run.
 
-    share  (rank, ranks): of the micro-batches of a step, every ranks-th from number rank on is drawn; all of one process
+    Batches are a pure function of data, configuration and position, so a restored feed continues as
+    if it had never stopped.
+
+    share  (rank, ranks): the feed yields micro-batches rank, rank + ranks, ... of each step;
+           (0, 1) yields all
     """
 
     share: tuple[int, int] = (0, 1)
 
     def mine(self, parts: int) -> range:
-        """The numbers of this rank's micro-batches, of `parts` in a step; of some step's it may have more than there are."""
+        """Indices of this rank's micro-batches in a step of `parts` micro-batches.
+
+        Every rank gets ceil(parts / ranks) indices. An index may be >= parts; the feed then yields
+        a batch without targets.
+        """
         rank, ranks = self.share
+        # Equal counts on all ranks: each forward pass contains collectives (FSDP, TP), so a rank
+        # with one micro-batch fewer would deadlock the others.
         return range(rank, -(-parts // ranks) * ranks, ranks)
 
     @abstractmethod
     def draw(self, step: int) -> StepBatch:
-        """The batch of the next step, after `step` finished ones; called once for each step, in order."""
+        """Returns the micro-batches of the next step.
+
+        step  number of finished steps; each step is drawn once, in order
+        """
 
     @abstractmethod
     def probe(self) -> Batch:
-        """A micro-batch of the first step, which has the largest shape. Does not move the position."""
+        """Returns a micro-batch of the first step without moving the position.
+
+        The first step has the largest shape of the run.
+        """
 
     def state(self) -> dict[str, Any]:
-        """What the position needs besides the step number, as JSON."""
+        """JSON state that restores the position, besides the step number."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (a position that is the step number has no state)
-        """Goes to the position of `state`."""
+        """Moves the feed to the position stored in `state`."""
 
 
 @dataclass
 class TrainTask(ABC):
-    """Examples to learn from, and how."""
+    """Data of a training run, and the model, loss and metrics that fit them.
+
+    config          settings of the run
+    tokenizer       tokenizer that the export saves beside the model
+    notes           sentences about the data for the user
+    name            value of `task` in the configuration
+    options         keyword arguments of the model's forward besides the batch
+    default_metric  metric for the best weights unless `best` is configured; '' saves none
+    """
 
     config: TrainConfig
-    tokenizer: Any  # the export saves it beside the model
-    notes: list[str]  # what a user should know about the data, in sentences
+    tokenizer: Any
+    notes: list[str]
 
-    name: ClassVar[str]  # as the configuration has it
-    options: ClassVar[Mapping[str, Any]] = NO_CACHE  # what the model is called with besides a batch
-    default_metric: ClassVar[str] = ""  # chooses the best weights unless the configuration names one; '' keeps none
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = NO_CACHE
+    default_metric: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
     def prepare(cls, config: TrainConfig) -> Self:
-        """Reads the data and encodes them, or finds them in the cache. Raises DataError and ConfigError for what is wrong."""
+        """Reads and encodes the data, or loads them from the cache.
+
+        Raises DataError for faulty data and ConfigError for settings that do not fit them.
+        """
 
     @property
     def best(self) -> str:
-        """Metric by which the best weights are chosen; '' keeps none."""
+        """Metric that selects the best weights; '' saves none."""
+        # '' in the configuration means the task's default, "none" disables best weights.
         return {"": self.default_metric, "none": ""}.get(self.config.best, self.config.best)
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Name -> fingerprint of what must not change between a checkpoint and a resumed run."""
+        """{name: fingerprint} of data and tokenizer; a resumed run must match its checkpoint."""
         return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": self.facts()["data"]["content_hash"]}
 
     @abstractmethod
     def steps(self, epochs: int) -> int:
-        """Optimizer steps of so many passes over the data."""
+        """Number of optimizer steps in `epochs` passes over the training data."""
 
     @abstractmethod
     def tokens_at_once(self) -> int:
-        """Rows of the matrices in a forward pass; of a table the mean of the first epoch's micro-batches."""
+        """Rows of the activation matrices in one forward pass.
+
+        For tables this is the mean over the micro-batches of the first epoch.
+        """
 
     @abstractmethod
     def summary(self) -> str:
-        """The data, for the first line of the console."""
+        """One line about the data, printed at the start of a run."""
 
     def preview(self) -> list[Any]:
-        """An example as the model sees it, and what batching does, for the console: text or rich's Text."""
+        """Console lines (str or rich Text): one encoded example, and the effect of batching."""
         return []
 
     @abstractmethod
     def model(self) -> Any:
-        """A float32 model on the CPU, before its Linears are converted. Random weights come from the generators as they are."""
+        """Builds or loads the float32 model on the CPU, before conversion.
+
+        Random weights are drawn from torch's global generators, which the caller seeds.
+        """
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
+        """Loss function of this task for `model`. `computes_in` is the dtype of the matmuls."""
         return Objective.of(model, computes_in, self.config)
 
     def align(self, batch: Batch, model: Any) -> Batch:
-        """The collator's batch with labels where the logits are that they are compared with, as the model takes it."""
+        """Converts the collator's batch to model inputs; labels[t] then belongs to logits[t]."""
         return batch
 
     @abstractmethod
     def feed(self, model: Any) -> Feed:
-        """The batches from the first on. Raises if this model cannot be trained on them."""
+        """Training batches from the first step on. Raises if `model` cannot train on them."""
 
     @abstractmethod
     def evaluation(self, model: Any) -> Iterator[Batch]:
-        """The validation data, always the same batches."""
+        """Validation batches, the same in every evaluation."""
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
-        """Metrics on the validation data, streamed: `loss` first, and `tokens`, the targets that it is a mean of."""
+        """Computes metrics over the validation batches, one batch in memory at a time.
+
+        `loss` comes first, the mean over targets. `tokens` is the number of targets.
+        """
         found = readings(self.evaluation(model), lambda batch, _: data.valid_targets(batch))
+        # Sum of losses over sum of targets, not a mean of batch means: batches have unequal target
+        # counts.
         tokens = sum(count for _, count in found)
         return {"loss": total_of(found) / tokens, "tokens": tokens}
 
     def sample(self, model: Any) -> dict[str, str] | None:
-        """`prompt` and the `text` of the model, which evaluates; None if it writes nothing. Leaves generators alone."""
+        """Returns a `prompt` and the model's `text` for it; None if the task generates no text.
+
+        The model is in evaluation mode. Global random generators are not advanced.
+        """
         return None
 
     def trivial(self) -> dict[str, Any]:
-        """Metrics of the best answer that ignores the input (`trivial`), and its name as `predictor`; {} if none is known."""
+        """Metrics of the best constant answer, and its name under `predictor`; {} if unknown."""
         return {}
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """`data`, `tokens_per_step` and additions to `model`, for run.json."""
+        """Entries of run.json: `data`, `tokens_per_step`, and additions to `model`."""
 
 
 def total_of(found: list[tuple[float, Any]]) -> float:
-    """The sum of the losses, one after the other."""
+    """Sum of the losses of all batches, added in order."""
     total = 0.0
-    for loss, _ in found:  # sum() compensates since Python 3.12
+    # Not sum(): it uses compensated summation since Python 3.12, so the last digits would depend on
+    # the Python version.
+    for loss, _ in found:
         total += loss
     return total

@@ -1,14 +1,17 @@
-"""The trivial predictor of a task: the best answer that ignores the input, scored on the evaluated targets.
+"""Scores of the trivial predictor of each task: the best answer that ignores the input.
 
-    tokens, tags     the distribution of the labels: loss H = -sum p log p; accuracy the share of the largest
-    classes          the same; the scores are those of the most frequent class
-    numbers          the mean of each column: loss the variance; no correlation
-    choices          the most frequent place, or a guess: the better of both
-    answers          "no answer" with its frequency, the other tokens alike
+    tokens, tags     label distribution: loss H = -sum p log p; accuracy is the largest p
+    classes          the same; other scores are computed for the most frequent class
+    numbers          mean of each column: loss is the variance; correlation 0
+    choices          the most frequent position or a uniform guess, whichever scores better
+    answers          "no answer" with its frequency, all other tokens equally likely
 
-A reference that does not beat it has learnt nothing of the input, and nothing can be compared with it
-(`diagnose.sensitivity`). p is the frequency in the evaluated targets themselves, so no constant answer
-does better there; of a small evaluation that is strict, by about (classes - 1) / (2 targets) nats.
+A reference run that does not beat this predictor has learnt nothing from its inputs.
+`diagnose.sensitivity` then accepts no comparison with it.
+
+p is the label frequency in the evaluated targets themselves, so no constant answer does better on
+them. On a small evaluation set the bar is too strict by about (classes - 1) / (2 targets) nats.
+
 Cost: one pass over the evaluated labels at the start of a run.
 """
 
@@ -29,21 +32,25 @@ Values = np.ndarray[Any, np.dtype[Any]]
 
 
 def of_tokens(labels: Iterable[Values]) -> dict[str, Any]:
-    """Of running text and of texts to write. labels: whole numbers of any shape; IGNORED ones do not count."""
+    """Label distribution of running text, or of target texts.
+
+    labels  integer arrays of any shape; labels equal to IGNORED do not count
+    """
     loss = entropy(counts_of(labels))
     return {"predictor": FREQUENCIES, "loss": loss, "perplexity": math.exp(loss), "bleu": 0.0, "chrf": 0.0}
 
 
 def of_classes(labels: Sequence[int], classes: int) -> dict[str, Any]:
-    """Of one class for each example, with every score that an evaluation of classes has."""
+    """Most frequent class of single-label examples, with all scores of `class_scores`."""
     found = torch.as_tensor(list(labels), dtype=torch.int64, device="cpu")
     confusion = Confusion(classes)
+    # Through Confusion, so that mcc and F1 follow the same conventions as an evaluation's.
     confusion.count(torch.full_like(found, int(torch.bincount(found).argmax())), found)
     return {"predictor": "class frequencies", "loss": entropy(counts_of([found.numpy()])), **confusion.metrics()}
 
 
 def of_tags(labels: Iterable[Values]) -> dict[str, Any]:
-    """Of one tag for each word. One tag for all words marks no span that is right."""
+    """Most frequent tag of words. A constant tag marks no correct span, so span scores are 0."""
     counts = counts_of(labels)
     spans = dict.fromkeys(("f1", "precision", "recall"), 0.0)
     return {
@@ -55,13 +62,17 @@ def of_tags(labels: Iterable[Values]) -> dict[str, Any]:
 
 
 def of_numbers(targets: Values) -> dict[str, Any]:
-    """targets [examples, columns]; NaN does not count."""
+    """Mean of each target column. targets is [examples, columns]; NaN does not count."""
     squares = (targets - np.nanmean(targets, axis=0)) ** 2
     return {"predictor": "means", "loss": float(np.nanmean(squares)), "pearson": 0.0, "spearman": 0.0}
 
 
 def of_choices(labels: Sequence[int], choices: Sequence[int]) -> dict[str, Any]:
-    """Of one right place for each question, and how many choices each has."""
+    """Most frequent answer position, or a uniform guess over the choices of each question.
+
+    labels   position of the right choice of each question
+    choices  number of choices of each question
+    """
     counts, sizes = counts_of([np.asarray(labels)]), np.asarray(choices, np.float64)
     return {
         "predictor": "places of answers",
@@ -71,29 +82,36 @@ def of_choices(labels: Sequence[int], choices: Sequence[int]) -> dict[str, Any]:
 
 
 def of_spans(has_answer: Sequence[bool], lengths: Sequence[int], unanswered: float) -> dict[str, Any]:
-    """Of the first and the last token of an answer in each window.
+    """Constant prediction of the first and last token of an answer, for each window of a text.
 
-    has_answer  of each window; lengths: its tokens; unanswered: the share of questions without an answer, which "no answer" gets right
+    has_answer  bool for each window
+    lengths     tokens of each window
+    unanswered  share of questions without an answer, which "no answer" gets right
     """
     share = float(np.mean(has_answer))
     others = np.maximum(np.asarray(lengths, np.float64)[np.asarray(has_answer, bool)] - 1, 1)
+    # The no-answer position has probability 1 - share; a window's other tokens split `share`
+    # evenly.
     inside = float(np.log(others).sum()) / len(lengths) if len(lengths) else 0.0
     loss = entropy(np.array([share, 1 - share])) + inside
     return {"predictor": "“no answer”, or any token,", "loss": loss, "exact_match": unanswered, "f1": unanswered}
 
 
 def counts_of(labels: Iterable[Values]) -> Values:
-    """How often each label occurs, float64; at least one of them has to count."""
+    """Frequency of each label except IGNORED, float64 [largest label + 1]."""
     total = np.zeros(1)
     for each in labels:
         valid = np.asarray(each).reshape(-1)
         counts = np.bincount(valid[valid != IGNORED], minlength=len(total)).astype(np.float64)
+        # bincount grows to the largest label seen; the number of classes need not be known.
         counts[: len(total)] += total
         total = counts
     return total
 
 
 def entropy(counts: Values) -> float:
-    """Of the distribution that counts have, nats; 0 of none."""
+    """Entropy in nats of the distribution with these counts; 0 for empty counts."""
+    # p log p is 0 at p = 0, but NaN in floating point.
     shares = counts[counts > 0] / max(counts.sum(), 1e-300)
+    # max() turns the -0.0 of a single class into 0.0.
     return max(0.0, float(-(shares * np.log(shares)).sum()))

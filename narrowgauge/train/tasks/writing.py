@@ -1,10 +1,11 @@
-"""Tasks whose models write, and what they write at an evaluation.
+"""Generation tasks (language modelling, causal-lm, seq2seq) and their samples.
 
-Language models on running text: windows of a stream of tokens, as a pure function of (seed, step). On a table, causal language models
-learn chats or completions, encoder-decoders pairs of texts.
+The language modelling task reads windows of a token stream, as a pure function of (seed, step). On
+a table, causal language models learn chats or completions, and encoder-decoders learn text pairs.
 
-Samples come from a generator of their own: sampling changes nothing in the run. The whole context is computed again for each token
-(no cache): a few seconds for a small model. The model is in evaluation mode.
+Samples use their own random generator, so sampling never changes the run. They are generated
+without a KV cache: the whole context is recomputed for each token, which takes a few seconds for a
+small model. The model is in evaluation mode.
 """
 
 import math
@@ -38,7 +39,7 @@ NOT_FINITE = " [ended here: the next logits were not finite]"
 
 @dataclass
 class TextFeed(Feed):
-    """The position in the stream is the step number; nothing else is kept."""
+    """Windows of the token stream. The step number alone is the position."""
 
     batches: data.CausalBatches
     parts: int
@@ -54,13 +55,15 @@ class TextFeed(Feed):
 
 @dataclass
 class TextTask(TrainTask):
+    """Task "text": next-token prediction on running text."""
+
     corpus: data.Corpus
 
     name: ClassVar[str] = "text"
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
-        """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
+        """Loads or trains the tokenizer, and tokenizes the corpus; both are cached by content."""
         cache, column, notes = Path(resolved(config).cache), config.column or None, list[str]()
         if config.tokenizer or config.model:
             tokenizer = data.load(config.tokenizer or config.model)
@@ -100,6 +103,8 @@ class TextTask(TrainTask):
 
     def evaluation(self, model: Any) -> Iterator[Batch]:
         config, stream = self.config, self.corpus.validation
+        # A small validation split may be shorter than one window; labels need one more token than
+        # inputs.
         length = min(config.sequence_length, len(stream) - 1)
         return data.CausalBatches(stream, length, config.batch_size, config.seed).evaluation(config.eval_tokens)
 
@@ -109,6 +114,7 @@ class TextTask(TrainTask):
     def sample(self, model: Any) -> dict[str, str]:
         config = self.config
         first_tokens = self.corpus.validation.tokens[:12].tolist()
+        # The demo corpus "stdlib" is Python source.
         default = "def " if config.data == "stdlib" else self.tokenizer.decode(first_tokens, skip_special_tokens=True)
         prompt, longest = config.prompt or str(default), config.sequence_length
         text = sample(model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=config.seed)
@@ -125,7 +131,7 @@ class TextTask(TrainTask):
 
 @dataclass
 class CausalTask(TableTask):
-    """The loss is on what the model is to write: the answers of a chat, or the completion of a prompt."""
+    """Task "causal-lm": the loss covers the answers of a chat, or the completion of a prompt."""
 
     name: ClassVar[str] = "causal-lm"
 
@@ -141,19 +147,25 @@ class CausalTask(TableTask):
     def feed(self, model: Any) -> TableFeed:
         feed = super().feed(model)
         if self.config.packing:
-            with suspended(model):  # one scale for a whole tensor ties documents together, by rounding alone
+            # Per-tensor scales couple packed documents through rounding. Without the recipe the
+            # check sees leaks of the attention mask alone.
+            with suspended(model):
                 data.check_packing(model, feed.collate)
         return feed
 
     def trivial(self) -> dict[str, Any]:
-        """The first token of an example is no target: nothing comes before it."""
+        """Label distribution.
+
+        The first token of an example is no target, because no token precedes it.
+        """
         return trivial.of_tokens(example["labels"][1:] for example in self._evaluated)
 
     def sample(self, model: Any) -> dict[str, str]:
-        """What the model answers to the first prompt of the validation data, or to the one that was given."""
+        """Model's answer to the configured prompt, else to the first validation prompt."""
         config, tokens = self.config, self.config.sample_tokens
         longest = self.longest or max(tokens, self.known["longest"])
         example = self.validation[0]
+        # Index of the first learnt token: everything before it is the prompt.
         first = int(np.argmax(example["labels"] != data.IGNORED))
         prompt = config.prompt or example["input_ids"][: max(1, first)].tolist()
         text = sample(model, self.tokenizer, prompt, tokens, longest=longest, seed=config.seed)
@@ -162,7 +174,7 @@ class CausalTask(TableTask):
 
 @dataclass
 class Seq2SeqTask(TableTask):
-    """One text is read, the other written."""
+    """Task "seq2seq": an encoder reads the source text, a decoder generates the target text."""
 
     name: ClassVar[str] = "seq2seq"
 
@@ -186,7 +198,7 @@ class Seq2SeqTask(TableTask):
 
     @cached_property
     def translation(self) -> Translation | None:
-        """What evaluations translate, if they do."""
+        """Translations of each evaluation, or None if `translate` is 0."""
         if not self.config.translate:
             return None
         rows = max(map(len, self.evaluated_places))
@@ -204,12 +216,13 @@ class Seq2SeqTask(TableTask):
         if model.config.decoder_start_token_id is None or model.config.pad_token_id is None:
             raise ConfigError(
                 f"model = {self.config.model!r}: its configuration has no decoder_start_token_id or no pad_token_id, with which "
-                "the decoder begins. Set them in its config.json."
+                "the decoder begins. Set them in its config.json.",
+                code="translation.decoder-start",
             )
         return model
 
     def align(self, batch: Batch, model: Any) -> Batch:
-        """The decoder reads the labels one place to the right."""
+        """Adds decoder_input_ids, the labels shifted right by one position."""
         return batch | {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
@@ -219,7 +232,7 @@ class Seq2SeqTask(TableTask):
         ]
 
     def sample(self, model: Any) -> dict[str, str]:
-        """What the model writes, greedily, for the first source of the validation data, or for the one that was given."""
+        """Greedy output for the configured prompt, else for the first validation source."""
         prompt = self.config.prompt
         ids = self.tokenizer(prompt)["input_ids"] if prompt else self.validation[0]["input_ids"].tolist()
         written = greedy(model, ids, self.config.sample_tokens)
@@ -232,17 +245,24 @@ class Seq2SeqTask(TableTask):
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, longest: int, seed: int) -> str:
-    """`tokens` tokens that continue `start`, a text or its ids, decoded without it.
+    """Samples up to `tokens` tokens after `start`, and returns their text without `start`.
 
-    Temperature 0.8 among the 40 likeliest tokens. The context is the last `longest` tokens.
+    start    a text, or token ids
+    longest  most tokens of the context; older tokens are dropped
+    seed     seed of a private generator
+
+    Temperature 0.8, top-k 40. Generation ends at the end-of-text token or at non-finite logits.
     """
     if isinstance(start, str):
         start = tokenizer(start, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     device = next(model.parameters()).device
+    # A private CPU generator: the run's own generators must not advance, and a GPU draws other
+    # numbers.
     generator = torch.Generator().manual_seed(seed)
     ids, ending = list(start), ""
     for _ in range(tokens):
         context = torch.tensor([ids[-longest:]], device=device)
+        # Cut to the tokenizer's size: embeddings may be padded with rows that no token has.
         logits = model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
         if not logits.isfinite().all():
             ending = NOT_FINITE
@@ -257,7 +277,7 @@ def sample(model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, l
 
 @torch.no_grad()
 def greedy(model: Any, source: list[int], tokens: int) -> list[int]:
-    """At most `tokens` ids that an encoder-decoder writes for `source`, each the likeliest; the encoder runs once."""
+    """Greedily generates at most `tokens` ids with an encoder-decoder; the encoder runs once."""
     ids = [model.config.decoder_start_token_id]
     inputs = torch.tensor([source], device=next(model.parameters()).device)
     states = model.get_encoder()(input_ids=inputs)

@@ -13,6 +13,7 @@ from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.guard.settings import parse
 from narrowgauge.diagnose.guard.verdict import REFERENCE, UNKNOWN, WITHIN, WORSE
 from narrowgauge.errors import ConfigError
+from tests.raising import raises
 
 LOSS = 2.0  # its margin is 0.005
 
@@ -165,11 +166,11 @@ def test_the_state_goes_through_json_and_gives_the_same_verdicts():
 
 def test_margins_that_are_none_are_refused():
     for value in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="positive"):
+        with raises(ConfigError, "evidence.not-positive"):
             Evidence(margin=value)
-        with pytest.raises(ConfigError, match="positive"):
+        with raises(ConfigError, "evidence.not-positive"):
             Evidence(least_margin=value)
-    with pytest.raises(ConfigError, match="no check yet"):
+    with raises(ConfigError, "evidence.no-check"):
         Evidence().verdict()
 
 

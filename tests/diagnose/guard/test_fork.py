@@ -15,6 +15,7 @@ from narrowgauge.diagnose.guard import bytes_apart
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from tests.compare import assert_same
+from tests.raising import raises
 from tests.selection import quick
 from tests.small_model import Model
 
@@ -247,23 +248,23 @@ def test_a_moved_model_is_refused():
     training = Training()
     taken = Fork.take(training.model, training.optimizer)
     training.model.to(torch.float64)
-    with pytest.raises(ConfigError, match="lies elsewhere"):
+    with raises(ConfigError, "fork.moved"):
         taken.restore()
 
 
 def test_what_cannot_be_put_back_is_refused():
     training = Training()
-    with pytest.raises(ConfigError, match="int has no state_dict"):
+    with raises(ConfigError, "fork.no-state-dict", "int", "state_dict"):
         Fork.take(training.model, training.optimizer, also=[3])
 
 
 def test_no_room_is_an_error_before_anything_is_copied(monkeypatch, tmp_path):
     training = Training()
     monkeypatch.setattr(bytes_apart, "host_room", lambda: 1000)
-    with pytest.raises(OutOfMemoryError, match=r"Name a folder"):
+    with raises(OutOfMemoryError, "memory.host-copy"):
         Fork.take(training.model, training.optimizer)
     monkeypatch.setattr(bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(StorageError, match=r"needs .* MiB, but .* has 0.0 MiB free"):
+    with raises(StorageError, "storage.full", "0 MiB"):
         Fork.take(training.model, training.optimizer, where=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -11,6 +11,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.ops.timing.cards import CARDS, card, of_device
 from narrowgauge.ops.timing.rates import ERROR, RATES, seconds, waves
 from narrowgauge.ops.timing.work import Work
+from tests.raising import raises
 
 H200 = card("h200")
 
@@ -84,5 +85,5 @@ def test_the_name_that_a_driver_gives():
 
 
 def test_a_product_that_a_card_has_no_unit_for():
-    with pytest.raises(ConfigError, match="A100-80 has no unit for mm of fp8 operands"):
+    with raises(ConfigError, "card.no-unit", "A100-80", "for mm", "fp8"):
         seconds(published.product(128, 128, 128, "fp8"), card("a100"))

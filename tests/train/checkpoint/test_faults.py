@@ -21,6 +21,7 @@ from narrowgauge import manifest, storage
 from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.train.checkpoint import store
 from tests.processes import PYTHON, ROOT, as_nobody
+from tests.raising import raises
 from tests.train.checkpoint.test_store import resign, saved
 
 KILLS = 100
@@ -108,14 +109,14 @@ def test_missing_foreign_swapped_and_odd_files_are_noticed(tmp_path):
 
 def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path):
     saved(tmp_path, 1)[0].rename(tmp_path / "step-00000007")
-    with pytest.raises(CheckpointError, match="is that of step 1"):
+    with raises(CheckpointError, "checkpoint.manifest"):
         store.load(tmp_path / "step-00000007")
 
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path):
     path = saved(tmp_path / "elsewhere", 1)[0]
     (tmp_path / "step-00000001").symlink_to(path)
-    with pytest.raises(CheckpointError, match="not a folder"):
+    with raises(CheckpointError, "checkpoint.not-a-folder"):
         store.load(tmp_path / "step-00000001")
 
 
@@ -129,7 +130,7 @@ def test_a_forged_manifest_opens_nothing_outside_the_folder(tmp_path, monkeypatc
     opened = []
     real = os.open
     monkeypatch.setattr(manifest.os, "open", lambda file, *rest: (opened.append(Path(file)), real(file, *rest))[1])
-    with pytest.raises(CheckpointError, match="lists a file"):
+    with raises(CheckpointError, "checkpoint.manifest"):
         store.load(path)
     assert opened == [path / manifest.NAME]
 
@@ -163,7 +164,7 @@ def test_too_little_space_is_noticed_before_writing(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(StorageError, match=r"checkpoint 2 needs .* MiB, but .* has 0.0 MiB free") as caught:
+    with raises(StorageError, "storage.full", "checkpoint 2", "2 needs", "0 MiB") as caught:
         saved(tmp_path, 2)
     assert caught.value.exit_code == 8
     assert os.listdir(tmp_path) == ["step-00000001"]
@@ -179,7 +180,7 @@ def test_a_refused_call_leaves_the_older_checkpoint_whole(tmp_path, monkeypatch,
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
-        with pytest.raises(StorageError, match="cannot save a checkpoint in"):
+        with raises(StorageError, "storage.refused", "save"):
             saved(tmp_path, 2)
     assert os.listdir(tmp_path) == [path.name]
     manifest.verify(path)
@@ -200,7 +201,7 @@ def test_a_refusal_at_any_of_the_syncs_leaves_the_older_checkpoint_whole(tmp_pat
     monkeypatch.setattr(os, "fsync", refuse)
     for syncs in range(8):  # facts and four groups, manifest, folder, parent
         left = syncs
-        with pytest.raises(StorageError, match="Input/output error"):
+        with raises(StorageError, "storage.refused", "Input/output error"):
             saved(tmp_path, 2)
         manifest.verify(tmp_path / "step-00000001")
         if syncs < 7:
@@ -261,7 +262,7 @@ def test_a_folder_without_permission_is_a_storage_error(tmp_path):
 
 def test_a_file_in_place_of_the_folder_is_a_storage_error(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(StorageError, match="cannot save a checkpoint in"):
+    with raises(StorageError, "storage.refused", "save"):
         saved(tmp_path / "checkpoints", 1)
 
 

@@ -15,6 +15,7 @@ from narrowgauge import advance, convert
 from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import state
 from tests.compare import assert_same
+from tests.raising import raises
 
 
 def made(recipe="fp8-delayed", width=32, dtype=torch.float32):
@@ -97,9 +98,9 @@ def test_generators_come_back():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"width": 48}, r"0\.weight is float32 \[32, 32\], here float32 \[32, 48\]"),
+        ({"width": 48}, "0.weight is float32 [32, 32], here float32 [32, 48]"),
         ({"recipe": "bf16"}, "is not part of this model"),
-        ({"dtype": torch.bfloat16}, r"0\.weight is float32 \[32, 32\], here bfloat16 \[32, 32\]"),
+        ({"dtype": torch.bfloat16}, "0.weight is float32 [32, 32], here bfloat16 [32, 32]"),
     ],
     ids=["shape", "recipe", "dtype"],
 )
@@ -111,9 +112,7 @@ def test_another_model_is_refused_before_anything_changes(other, words):
     train(receiver, its_optimizer, 1)
     before = {name: tensor.clone() for name, tensor in receiver.state_dict().items()}
     generator = torch.get_rng_state()
-    with pytest.raises(
-        CheckpointError, match=f"^here: a checkpoint of another model or recipe: .*{words}.*Resume with"
-    ):
+    with raises(CheckpointError, "checkpoint.other-model", words):
         state.restore(receiver, its_optimizer, None, *saved, "here")
     assert_same(receiver.state_dict(), before)
     assert_same(torch.get_rng_state(), generator)
@@ -130,7 +129,7 @@ def test_a_plain_checkpoint_lacks_the_windows():
     model, optimizer = made("fp8-current")
     saved = through_json(*state.collect(model, optimizer, None))
     delayed, its_optimizer = made("fp8-delayed")
-    with pytest.raises(CheckpointError, match=r"is missing.*and 15 more"):
+    with raises(CheckpointError, "checkpoint.other-model", "15"):
         state.restore(delayed, its_optimizer, None, *saved, "here")
 
 

@@ -17,6 +17,7 @@ from narrowgauge import manifest, storage
 from narrowgauge.errors import CheckpointError, NumericsError, StorageError
 from narrowgauge.train.checkpoint import store
 from tests.processes import PYTHON, run
+from tests.raising import coded, raises
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 DTYPES = sorted((getattr(torch, name) for name in manifest.DTYPES), key=str)
@@ -141,7 +142,7 @@ def test_a_shard_may_be_as_large_as_the_limit(tmp_path, monkeypatch):
 
 def test_the_space_that_a_checkpoint_needs_counts_its_facts(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_100_000))
-    with pytest.raises(StorageError, match=r"checkpoint 1 needs 1\.1 MiB"):
+    with raises(StorageError, "storage.full", "checkpoint 1", "1.1", "1 needs"):
         store.save(tmp_path, 1, {"weights": {"a": torch.zeros(9)}}, {"log": "x" * 1_000_000})
 
 
@@ -179,14 +180,14 @@ def test_facts_are_any_json(tmp_path_factory, value):
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"loss": float("nan")}, "not JSON"),
-        ({"state": (1, 2)}, "come back changed"),
-        ({1: "a"}, "come back changed"),
-        ({"tensor": torch.ones(1)}, "not JSON"),
+        ({"loss": float("nan")}, coded("checkpoint.facts")),
+        ({"state": (1, 2)}, coded("checkpoint.facts-changed")),
+        ({1: "a"}, coded("checkpoint.facts-changed")),
+        ({"tensor": torch.ones(1)}, coded("checkpoint.facts")),
     ],
 )
 def test_facts_that_json_would_change_are_refused(tmp_path, facts, words):
-    with pytest.raises(CheckpointError, match=words):
+    with raises(CheckpointError, words):
         store.save(tmp_path, 1, {}, facts)
     assert os.listdir(tmp_path) == []
 
@@ -195,7 +196,7 @@ def test_facts_that_json_would_change_are_refused(tmp_path, facts, words):
     "group", ["../weights", "/etc", "a/b", "", "Weights", "weights-0", ".hidden", "w" * 50, "manifest.json"]
 )
 def test_a_group_that_is_no_file_name_is_refused(tmp_path, group):
-    with pytest.raises(CheckpointError, match="not a lower-case word"):
+    with raises(CheckpointError, "checkpoint.group"):
         store.save(tmp_path, 1, {group: {}}, {})
 
 
@@ -212,13 +213,13 @@ def test_a_group_that_is_no_file_name_is_refused(tmp_path, group):
     ids=["e8m0", "meta", "sparse", "complex128", "list", "text"],
 )
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path, tensor):
-    with pytest.raises(CheckpointError, match="optimizer: up"):
+    with raises(CheckpointError, "checkpoint.tensor-kind"):
         store.save(tmp_path, 1, {"optimizer": {"up": tensor}}, {})
 
 
 @pytest.mark.parametrize("step", [-1, 10**8])
 def test_a_step_that_the_name_cannot_hold_is_refused(tmp_path, step):
-    with pytest.raises(CheckpointError, match="step"):
+    with raises(CheckpointError, "checkpoint.step"):
         store.save(tmp_path, step, {}, {})
 
 
@@ -235,7 +236,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
     # torch's own cast saturates infinity in some versions; then there is nothing to refuse
     if tensors["weights"]["up"].float().isfinite().all():
         pytest.skip("this cast has no such value")
-    with pytest.raises(NumericsError, match="refuse to save: weight 'up' holds 1 values"):
+    with raises(NumericsError, "weights.not-finite", "'up'", "holds 1", "1 values"):
         store.save(tmp_path, 2, tensors, {})
     assert os.listdir(tmp_path) == ["step-00000001"]
 
@@ -268,7 +269,7 @@ def test_without_any_checkpoint_there_is_nothing_to_choose(tmp_path):
 def test_when_none_is_intact_the_run_does_not_start_anew(tmp_path):
     for path in saved(tmp_path, 1, 2):
         (path / manifest.NAME).unlink()
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is intact") as caught:
+    with raises(CheckpointError, "checkpoint.none-intact", "the 2", "2 checkpoints") as caught:
         store.newest_valid(tmp_path)
     assert caught.value.exit_code == 4
 
@@ -290,7 +291,7 @@ def test_prune_keeps_the_newest_by_step_and_touches_nothing_else(tmp_path):
         manifest.prune(tmp_path, 2)
     assert [path.exists() for path in paths] == [False, False, True, True]
     assert all((folder / "mine").exists() for folder in foreign) and outside.exists()
-    with pytest.raises(CheckpointError, match="keep = 0"):
+    with raises(CheckpointError, "checkpoint.prune", "= 0"):
         manifest.prune(tmp_path, 0)
 
 

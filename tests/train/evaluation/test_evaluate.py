@@ -17,6 +17,7 @@ from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from narrowgauge.train.place import Place
+from tests.raising import raises
 from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
 from tests.train.test_loop import installed  # noqa: F401
@@ -116,7 +117,7 @@ def test_a_saved_run_computes_with_its_own_threads(run, monkeypatch):
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "", "cuda:x"])
 def test_a_device_that_is_none_is_refused(run, device):
-    with pytest.raises(ConfigError, match=f"device = '{device}': must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+    with raises(ConfigError, "device.name", device):
         evaluate(run, Asked(device=device))
 
 
@@ -145,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
     result = evaluate(run, Asked(checkpoints="all", device="cpu"))
     assert [row["step"] for row in result["checkpoints"]] == [4, 12]
     assert [*result["passed_over"]] == ["checkpoints/step-00000008"]
-    with pytest.raises(CheckpointError, match="checkpoint '8' cannot be scored"):
+    with raises(CheckpointError, "evaluate.no-checkpoint", "checkpoint '8' cannot be scored"):
         evaluate(run, Asked(checkpoints="8", device="cpu"))
 
 
@@ -179,7 +180,7 @@ def test_bad_questions_are_refused(trained, asked, words) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
+    with raises(ConfigError, "run.none"):
         evaluate(tmp_path)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from narrowgauge.errors import ConfigError, DataError, NarrowgaugeError
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
+from tests.raising import raises
 
 pytest.importorskip("lm_eval")
 
@@ -76,7 +77,7 @@ def load(folder: Path, text: str, **options: Any) -> LmTasks:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_way_to_run_code_is_taken(folder: Path, way: str) -> None:
-    with pytest.raises(ConfigError, match=r"t\.yaml': .*runs code.*--trust-task-code; or write the task without it\.$"):
+    with raises(ConfigError, "lm-eval.code", "t.yaml", "--trust-task-code"):
         load(folder, WAYS[way])
     assert not (folder / "ran").exists()
 
@@ -125,5 +126,5 @@ def test_evaluate_names_its_own_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from narrowgauge.train.evaluation import command, lm_tasks
 
     assert command.evaluate
-    with pytest.raises(ConfigError, match=r"pip install 'narrowgauge\[evaluate\]'.*yaml"):
+    with raises(ConfigError, "lm-eval.missing-package", "yaml", "'narrowgauge[evaluate]'"):
         lm_tasks.LmTasks(["t.yaml"], 0, 1)

@@ -12,6 +12,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, replace
 from narrowgauge.train.study import room
 from narrowgauge.train.study.plan import Study, StudyFolder
+from tests.raising import coded, raises
 
 
 @pytest.fixture
@@ -26,23 +27,23 @@ def make_study(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recipes": ("bf16",)}, "compares two at least"),
-        ({"recipes": ("bf16", "mxfp8", "bf16")}, "'bf16' is named twice"),
-        ({"seeds": (3,)}, "two seeds at least"),
-        ({"seeds": (3, 3)}, "each once"),
-        ({"metric": "mcc"}, "metric = 'mcc'"),
-        ({"metric": "none"}, "is no metric"),
-        ({"metric": "los"}, "metric = 'los'"),
-        ({"margin": "0"}, "no margin"),
-        ({"recipes": ("bf16", "positive-control")}, "every study trains 'positive-control' by itself"),
-        ({"config": TrainConfig(compare="bf16")}, "compares its recipes itself"),
-        ({"config": TrainConfig(parallel="fsdp=2")}, "one process"),
-        ({"config": TrainConfig(parent="runs/a@20")}, "from = 'runs/a@20'"),
-        ({"seeds": tuple(range(6000))}, "at most 10,000 runs"),
+        ({"recipes": ("bf16",)}, coded("study.recipe-count")),
+        ({"recipes": ("bf16", "mxfp8", "bf16")}, coded("study.recipe-twice", "'bf16'")),
+        ({"seeds": (3,)}, coded("study.seed-count")),
+        ({"seeds": (3, 3)}, coded("study.seed-count")),
+        ({"metric": "mcc"}, coded("study.best", "metric = 'mcc'")),
+        ({"metric": "none"}, coded("study.metric")),
+        ({"metric": "los"}, coded("study.best", "metric = 'los'")),
+        ({"margin": "0"}, coded("study.margin")),
+        ({"recipes": ("bf16", "positive-control")}, coded("study.control", "'positive-control'")),
+        ({"config": TrainConfig(compare="bf16")}, coded("study.setting", "compare")),
+        ({"config": TrainConfig(parallel="fsdp=2")}, coded("study.setting")),
+        ({"config": TrainConfig(parent="runs/a@20")}, coded("study.setting", "from = 'runs/a@20'")),
+        ({"seeds": tuple(range(6000))}, coded("study.run-count", "10,000")),
     ],
 )
 def test_what_cannot_be_a_study_is_refused(make_study, changes, said):
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, said):
         make_study(**changes)
 
 
@@ -108,12 +109,12 @@ def stored_for(study, **changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seeds": (0, 5)}, "seeds 0, 1, and 1 would be left out"),
-        ({"recipes": ("bf16", "mxfp8")}, "would be left out"),
-        ({"recipes": ("fp8-current", "bf16")}, "its reference is bf16"),
-        ({"metric": "perplexity"}, "metric = 'perplexity'"),
-        ({"config": TrainConfig(learning_rate=2e-3)}, "learning_rate = 0.002, but the study has 0.001"),
-        ({"config": TrainConfig(steps=301)}, "steps = 301"),
+        ({"seeds": (0, 5)}, coded("study.left-out", "seeds", "0, 1", "and 1", "1 would")),
+        ({"recipes": ("bf16", "mxfp8")}, coded("study.left-out")),
+        ({"recipes": ("fp8-current", "bf16")}, coded("study.reference", "bf16")),
+        ({"metric": "perplexity"}, coded("study.best", "metric = 'perplexity'")),
+        ({"config": TrainConfig(learning_rate=2e-3)}, coded("study.other-study", "learning_rate", "002", "001")),
+        ({"config": TrainConfig(steps=301)}, coded("study.other-study", "steps = 301")),
     ],
 )
 def test_a_folder_of_another_study_is_refused(make_study, changes, said):
@@ -121,7 +122,7 @@ def test_a_folder_of_another_study_is_refused(make_study, changes, said):
     folder = StudyFolder(study.output)
     study.output.mkdir()
     folder.write(stored_for(study), study.config)
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, said):
         folder.refuse(make_study(**changes), folder.stored())
 
 
@@ -140,10 +141,10 @@ def test_a_run_a_damaged_file_and_other_data_are_refused(make_study, tmp_path):
     study.output.mkdir()
     assert folder.stored() is None
     (study.output / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds a run, not a study"):
+    with raises(ConfigError, "study.holds-run"):
         folder.refuse(study, None)
     (study.output / "run.json").unlink()
-    with pytest.raises(DataError, match="another data content"):
+    with raises(DataError, "study.other-data", "data content"):
         folder.refuse_data(stored_for(study), {"content_hash": "b"})
     folder.refuse_data(stored_for(study), {"content_hash": "a"})
     for text in ("{", "[]", json.dumps({"recipes": [1]}), "", json.dumps(stored_for(study, seeds=[-1]))):

@@ -9,6 +9,7 @@ import pytest
 
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train import loop
+from tests.raising import raises
 from tests.train import tiny
 from tests.train.tasks import folders
 from tests.train.tasks.test_runs import AUTO
@@ -64,7 +65,7 @@ def test_tags_that_mark_no_spans_are_scored_by_words(make, tmp_path):
 def test_a_tag_of_the_validation_data_that_nobody_learns(make, tmp_path):
     rows = [{"tokens": ["red"], "tags": ["B-hot"]}]
     config = make("tags", validation_data=folders.jsonl(tmp_path / "other.jsonl", rows))
-    with pytest.raises(DataError, match=r"word 1 \('red'\) has the tag 'B-hot', which is none of the 5 tags"):
+    with raises(DataError, "tagging.tag", "word 1", "'red'", "'B-hot'", "the 5"):
         loop.run(config)
 
 

@@ -1,0 +1,52 @@
+"""Every error of the package has a code that names its cause. exact"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from narrowgauge import errors
+from narrowgauge.errors import ConfigError, NarrowgaugeError
+
+PACKAGE = Path(errors.__file__).parent
+CLASSES = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, NarrowgaugeError)}
+
+
+def constructed() -> Iterator[tuple[Path, ast.Call]]:
+    """Every call in the package that makes one of our errors."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES:
+                yield path, node
+
+
+def code_of(call: ast.Call) -> ast.expr | None:
+    return next((each.value for each in call.keywords if each.arg == "code"), None)
+
+
+def test_every_error_has_a_code():
+    assert [f"{path}:{call.lineno}" for path, call in constructed() if code_of(call) is None] == []
+
+
+def test_codes_are_a_subject_and_a_cause():
+    for path, call in constructed():
+        code = code_of(call)
+        if isinstance(code, ast.Constant):
+            assert re.fullmatch(r"[a-z0-9_-]+\.[a-z0-9_-]+", code.value), f"{path}:{call.lineno}: {code.value!r}"
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_a_code_survives_pickle_and_copy(name):
+    error = getattr(errors, name)("A sentence.", code="subject.cause")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(again), str(again), again.code) == (type(error), "A sentence.", "subject.cause")
+
+
+def test_an_error_without_a_code_has_an_empty_one():
+    assert ConfigError("A sentence.").code == ""
