@@ -43,9 +43,9 @@ def main() -> None:
         most, parts = found.peak(found.second)
         report = reports[-1]
         line = {"case": policy, "layers": options.layers, "tokens": options.tokens, "peak_bytes": most, "parts": parts}
-        lines.append(line | {"repeats": report.repeats, "segments": report.segments})
+        lines.append(line | {"repeats": report.extra_forwards, "segments": report.segments})
         print(
-            f"{policy:<10} {most / 2**30:7.2f} GiB   {report.repeats:3} of {options.layers} blocks again   {parts}",
+            f"{policy:<10} {most / 2**30:7.2f} GiB   {report.extra_forwards:3} of {options.layers} blocks again   {parts}",
             flush=True,
         )
     record("checkpointing", lines, RESULTS / "checkpointing.jsonl")

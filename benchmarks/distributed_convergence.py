@@ -92,7 +92,7 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     row = {
         "case": numbers, "seed": seed, "steps": steps, "parameters": parameters, "ranks": WORLD, "recipe": config.recipe,
         "validation_loss": evaluated(parallel.module, task, model, precision), "train_loss_last_100": float(summed[-100:].mean()),
-        "sent_bytes_per_parameter": sum(made.sent.values()) / steps / parameters,
+        "sent_bytes_per_parameter": sum(made.bytes_sent.values()) / steps / parameters,
         "ranks_equal": ranks_equal(model), "seconds": round(time.monotonic() - started_at_s),
     }  # fmt: skip
     mu = made.state_dict().get("mu", {})

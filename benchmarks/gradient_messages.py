@@ -35,10 +35,10 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, record
 from narrowgauge.distributed import messages, shared_scale
-from narrowgauge.distributed.ddp_gradients import NarrowHook
+from narrowgauge.distributed.ddp_gradients import Fp8AllReduceHook
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.messages import Link
-from narrowgauge.distributed.shared_scale import Controller, Pieces
+from narrowgauge.distributed.shared_scale import Controller, Layout
 from narrowgauge.formats import E4M3
 
 NODE = 8
@@ -119,22 +119,22 @@ class ThreadLink(Link):
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.left)
-        self.sent, self.calls = Counter(), Counter()
+        self.bytes_sent, self.calls = Counter(), Counter()
 
-    def to_each(self, rows: Tensor) -> Tensor:
+    def all_to_all(self, rows: Tensor) -> Tensor:
         self._count("all-to-all", rows)
         return torch.stack([sent[self.rank] for sent in self.meeting.exchange(self.rank, rows)])
 
-    def from_each(self, row: Tensor) -> Tensor:
+    def all_gather(self, row: Tensor) -> Tensor:
         found = torch.stack(self.meeting.exchange(self.rank, row))
         self._count("all-gather", found)
         return found
 
-    def maximum(self, numbers: Tensor) -> Tensor:
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
         found = torch.stack(self.meeting.exchange(self.rank, numbers.clone())).amax(0)
         return numbers.copy_(found)
 
-    def sum(self, numbers: Tensor) -> Tensor:
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         found = torch.stack(self.meeting.exchange(self.rank, numbers.clone())).sum(0)
         return numbers.copy_(found)
 
@@ -177,8 +177,10 @@ def fp8_two_hops(each: list[Tensor]) -> Tensor:
 
     def reduced(rank: int) -> Tensor:
         node, local = divmod(rank, NODE)
-        hook = NarrowHook(Gradients("fp8", "sum"), {}, ThreadLink(within[node], local), ThreadLink(across[local], node))
-        return hook.reduced(each[rank].reshape(-1), Pieces(("w",), (each[rank].numel(),))).view(each[rank].shape)
+        hook = Fp8AllReduceHook(
+            Gradients("fp8", "sum"), {}, ThreadLink(within[node], local), ThreadLink(across[local], node)
+        )
+        return hook.reduced(each[rank].reshape(-1), Layout(("w",), (each[rank].numel(),))).view(each[rank].shape)
 
     return _same(on_threads(len(each), reduced))
 
@@ -190,7 +192,7 @@ def fp8_lm_reduce_scatter(each: list[Tensor], mu: float) -> Tensor:
         controller = Controller()
         controller.load_state_dict({"w": mu}, ["w"])
         rows = messages.as_rows(each[rank], len(each))
-        return shared_scale.reduce_scatter(rows, Pieces(("w",), (rows.numel(),)), ThreadLink(meeting, rank), controller)
+        return shared_scale.reduce_scatter(rows, Layout(("w",), (rows.numel(),)), ThreadLink(meeting, rank), controller)
 
     return _whole(on_threads(len(each), reduced), each[0])
 
@@ -198,11 +200,11 @@ def fp8_lm_reduce_scatter(each: list[Tensor], mu: float) -> Tensor:
 def settled_mu(each: list[Tensor]) -> float:
     """mu after so many messages like this one. Only the share that saturates counts, so nothing is sent."""
     controller, magnitudes = Controller(), torch.stack([x.abs() for x in each])
-    amax, numbers, judged = magnitudes.amax(), torch.tensor([magnitudes.numel()]), torch.tensor([True])
+    amax, numbers, is_valid = magnitudes.amax(), torch.tensor([magnitudes.numel()]), torch.tensor([True])
     largest = magnitudes.flatten().topk(max(1, 2 * int(shared_scale.OVERFLOW_SHARE * magnitudes.numel()) + 1)).values
     for _ in range(SETTLED):
         limit = amax / controller.mu(["w"], amax.device) * (1 + 2**-22)
-        controller.update(["w"], (largest > limit).sum().view(1), numbers, judged)
+        controller.update(["w"], (largest > limit).sum().view(1), numbers, is_valid)
     return controller.state_dict()["w"]
 
 

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import narrowgauge as ng
 from benchmarks.harness import RESULTS, record
-from narrowgauge.distributed import agreement_of
+from narrowgauge.distributed import distributed_state
 
 HIDDEN, HEADS, BLOCKS, LENGTH, BATCH, MICRO_BATCHES = 128, 4, 4, 64, 16, 4
 LAST = 50
@@ -171,7 +171,7 @@ def training_row(recipe: str, steps: int, seed: int) -> dict[str, Any]:
         run.train(steps)
         end = torch.tensor(sum(run.losses[-LAST:]) / LAST if run.losses else 0.0, dtype=torch.float64)
         dist.broadcast(end, src=1)
-        ends[form], sent = float(end), agreement_of(run.module).messages
+        ends[form], sent = float(end), distributed_state(run.module).bytes_sent
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, sent)
     elements = steps * BATCH * LENGTH * HIDDEN

@@ -216,12 +216,12 @@ def bytes_of(made: tuple[Callable[[], None], nn.Module], options: argparse.Names
     step, model = made
     via = [each for module in model.modules() if (each := tensor_parallel.messages_of(module)) is not None]
     for each in via:
-        each.sent.clear()
+        each.bytes_sent.clear()
     if not via:
         return {}
     step()
     numbers = 2 * 2 * options.blocks * options.tokens * options.width  # x and gy of each half
-    kinds = {kind: sum(each.sent[kind] for each in via) / numbers for kind in ("all-gather", "all-to-all")}
+    kinds = {kind: sum(each.bytes_sent[kind] for each in via) / numbers for kind in ("all-gather", "all-to-all")}
     return {f"bytes_per_number_{kind}": value for kind, value in kinds.items()}
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
-from narrowgauge.distributed import agreement_of
+from narrowgauge.distributed import distributed_state
 
 
 class Regression(lightning.LightningModule):
@@ -56,10 +56,12 @@ class Regression(lightning.LightningModule):
             self.print(f"step {self.global_step}: loss {loss.item()!r}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["distribute"] = agreement_of(self.model).state_dict()  # the step, by which random numbers are drawn
+        checkpoint["distribute"] = distributed_state(
+            self.model
+        ).state_dict()  # the step, by which random numbers are drawn
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        agreement_of(self.model).load_state_dict(checkpoint["distribute"])
+        distributed_state(self.model).load_state_dict(checkpoint["distribute"])
 
     def on_train_start(self) -> None:
         how = "shards" if isinstance(self.model, FSDPModule) else "copies"

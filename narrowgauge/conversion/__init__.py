@@ -88,7 +88,7 @@ def convert(
     fuse          norms and activations quantize their output for the Linears that read it
                   (narrowgauge/fuse); active until recipe is None
     save          (fuse) tensors that fused functions save for backward: "exact", or "fp8" or "int8"
-                  with approximate gradients (fuse/keeping.py)
+                  with approximate gradients (fuse/saving.py)
     weight_codes  caching of quantized weights, with equal results: "recast" caches nothing, and
                   backward casts the weight again; "step" caches for one optimizer step, 2 bytes per
                   weight, and further micro-batches cast none. "auto": "recast" on a GPU, "step" on

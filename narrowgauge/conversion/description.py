@@ -192,7 +192,7 @@ def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
         grad_weight=str(recipe.grad_weight) + kept,
         backend=backends["output"] if len(set(backends.values())) == 1 else backend,
         notes=(*_notes(model, name, layer), *_four_bit_notes(layer, recipe)),
-        sends="" if layer.peers is None else layer.peers.sends(layer),
+        sends="" if layer.peers is None else layer.peers.describe_traffic(layer),
         emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
     )
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from narrowgauge.distributed.agreement import Agreement
-    from narrowgauge.distributed.gradient_state import Numbers, Reduce
+    from narrowgauge.distributed.gradient_state import GradientFormat, Reduce
+    from narrowgauge.distributed.state import DistributedState
 
-__all__ = ["agreement_of", "distribute"]
+__all__ = ["distribute", "distributed_state"]
 
 Weights = Literal["16bit", "codes"]
 Activations = Literal["16bit", "fp8"]
 # Key in the `__dict__` of a distributed model.
-ATTRIBUTE = "_narrowgauge_agreement"
+ATTRIBUTE = "_narrowgauge_distributed_state"
 
 
 Model = TypeVar("Model")
@@ -43,7 +43,7 @@ def distribute(
     model: Model,
     *,
     weights: Weights = "16bit",
-    gradients: Numbers = "16bit",
+    gradients: GradientFormat = "16bit",
     activations: Activations = "16bit",
     reduce: Reduce = "mean",
     nodes: DeviceMesh | None = None,
@@ -73,7 +73,7 @@ def distribute(
     that run. A second call, for instance after another `convert`, replaces all earlier settings.
     Weights that were once gathered as codes must stay so.
 
-    `agreement_of(model)` counts steps and messages and has the state to checkpoint.
+    `distributed_state(model)` counts steps and messages and has the state to checkpoint.
 
     Cost: one small all-reduce per process group in each `advance`, which every rank must reach.
     Raises ConfigError on all ranks if a setting is unsupported or differs between ranks.
@@ -86,12 +86,12 @@ def distribute(
     )  # fmt: skip
 
 
-def agreement_of(model: nn.Module) -> Agreement:
-    """Return the Agreement that `distribute` attached to the model; ConfigError if there is none."""
-    found: Agreement | None = model.__dict__.get(ATTRIBUTE)
+def distributed_state(model: nn.Module) -> DistributedState:
+    """Return the state that `distribute` attached to the model; ConfigError if there is none."""
+    found: DistributedState | None = model.__dict__.get(ATTRIBUTE)
     if found is None:
         raise ConfigError(
-            f"agreement_of: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",
+            f"distributed_state: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",
             code="distribute.not-distributed",
         )
     return found

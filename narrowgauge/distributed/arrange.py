@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.distributed import Activations, Model, Weights, pipeline, tensor_parallel
 from narrowgauge.distributed import gradients as gradient_messages
 from narrowgauge.distributed import weights as weight_gathers
-from narrowgauge.distributed.agreement import Agreement, Peers
-from narrowgauge.distributed.alike import refuse_others
-from narrowgauge.distributed.gradient_state import Numbers, Reduce
+from narrowgauge.distributed.gradient_state import GradientFormat, Reduce
+from narrowgauge.distributed.same_settings import require_same
+from narrowgauge.distributed.state import DistributedState, Peers
 from narrowgauge.distributed.topology import Topology
-from narrowgauge.distributed.torch_private import ddp_around
+from narrowgauge.distributed.torch_private import enclosing_ddp
 from narrowgauge.errors import ConfigError, PeerError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
@@ -32,39 +32,41 @@ FIRST_FORWARD_S = 300.0
 
 
 def arrange(
-    model: Model, *, weights: Weights, gradients: Numbers, activations: Activations, reduce: Reduce, nodes: DeviceMesh | None,
+    model: Model, *, weights: Weights, gradients: GradientFormat, activations: Activations, reduce: Reduce, nodes: DeviceMesh | None,
     replicas: dist.ProcessGroup | None, seed: int | None,
 ) -> Model:  # fmt: skip
     """Implement `distribute`; see there for the arguments."""
     stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
-    wrong = _wrong(model, weights, activations, replicas, seed, is_model=are_stages or isinstance(model, nn.Module))
-    agreed, agreements = _agreed_seed(seed, wrong), []
+    error = _argument_error(
+        model, weights, activations, replicas, seed, is_model=are_stages or isinstance(model, nn.Module)
+    )
+    agreed_seed, states = _agreed_seed(seed, error), []
     for module in [each.submod for each in stages] if are_stages else stages:
-        agreement = Agreement(
-            seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights, is_stage=are_stages)
+        state = DistributedState(
+            seed=agreed_seed, detect=partial(_detect, replicas=replicas, weights=weights, is_stage=are_stages)
         )
-        topology = agreement.attach(module)
+        topology = state.attach(module)
         # Ranks with different formats would run different collectives and deadlock.
-        refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
+        require_same({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
         # A single unwrapped process sends nothing, but keeps the settings for its state_dict.
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if alone and not (topology.ddp or topology.fsdp):
-            agreement.gradients = gradient_messages.nothing_travels(gradients, reduce)
+        is_single_rank = not dist.is_initialized() or dist.get_world_size() == 1
+        if is_single_rank and not (topology.ddp or topology.fsdp):
+            state.gradients = gradient_messages.single_rank_gradients(gradients, reduce)
         elif topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
-            agreement.gradients = gradient_messages.install(module, gradients=gradients, reduce=reduce, mesh=nodes)
+            state.gradients = gradient_messages.install(module, gradients=gradients, reduce=reduce, mesh=nodes)
             if dist.is_initialized() and dist.get_world_size() > 1:
-                agreement.tells["gradient"] = agreement.gradients.sends
+                state.describe_traffic["gradient"] = state.gradients.describe_traffic
         if not are_stages and (activations == "fp8" or any(isinstance(each, DTensor) for each in module.parameters())):
             tensor_parallel.install(module, activations)
-        agreements.append(agreement)
+        states.append(state)
     if are_stages:
-        pipeline.install(stages, agreements, activations)
+        pipeline.install(stages, states, activations)
     return model
 
 
-def _arrange(
-    agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: Weights, is_stage: bool,
+def _detect(
+    state: DistributedState, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: Weights, is_stage: bool,
     is_running: bool = False,
 ) -> Topology:  # fmt: skip
     """Set up layers, peers and weight gathers for the model as it is parallelized now.
@@ -74,11 +76,11 @@ def _arrange(
     """
     # `distribute` may have been called before DDP, or on the module inside it. Without this look
     # the ranks would stay independent and draw the same random numbers.
-    around = ddp_around(model) if is_running else None
-    topology = Topology.of(model if around is None else around, replicas)
-    _refuse_codes(topology, model, weights)
+    ddp = enclosing_ddp(model) if is_running else None
+    topology = Topology.detect(model if ddp is None else ddp, replicas)
+    _require_fully_shard(topology, model, weights)
     if is_running and not is_stage:
-        _warn_of_one_replica(topology, model)
+        _warn_about_one_replica(topology, model)
 
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     for layer, name in layers.items():
@@ -89,36 +91,36 @@ def _arrange(
                 code="distribute.frozen-codes",
             )
     # Strings: recipes are compared by digest, and shown in the error message.
-    recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
-    _refuse_other_recipes(agreement, topology, model, recipes, is_running)
-    topology.refuse_steps_that_nobody_sums(layers)
+    recipes = tuple(f"{plain_name(name)}: {_describe_recipe(layer)}" for layer, name in layers.items())
+    _require_same_recipes(state, topology, model, recipes, is_running)
+    topology.require_reduced_step_sizes(layers)
 
-    agreement.replica = topology.replica
+    state.replica = topology.replica
     several = dist.is_initialized() and dist.get_world_size() > 1
     # Stages of a pipeline may run no forward pass of their own in a step, so they are exempt.
-    agreement.waits_for = topology.wrapper if several and not is_stage else ""
-    agreement.layers = {
-        layer: Peers(agreement, plain_name(name), topology.groups_of(layer), topology.shard_of(layer))
+    state.blocking_wrapper = topology.wrapper if several and not is_stage else ""
+    state.layers = {
+        layer: Peers(state, plain_name(name), topology.groups_of(layer), topology.shard_of(layer))
         for layer, name in layers.items()
     }
-    for layer, peers in agreement.layers.items():
+    for layer, peers in state.layers.items():
         layer.peers = peers
 
-    topology.leave_out_of_broadcasts(model, layers)
+    topology.exclude_from_broadcasts(model, layers)
     if weights == "codes":
-        gathers = weight_gathers.install(model, topology, agreement)
+        gathers = weight_gathers.install(model, topology, state)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
+            state.describe_traffic["weight"] = lambda layer: f"weight as {gathers.traffic(layer)}"
     else:
         # An earlier `distribute` may have set up gathers of codes.
-        weight_gathers.leave(agreement)
+        weight_gathers.uninstall(state)
         if topology.fsdp and dist.get_world_size() > 1:
-            agreement.tells["weight"] = _gathers_whole
+            state.describe_traffic["weight"] = _describe_16bit_gather
     return topology
 
 
-def _refuse_other_recipes(
-    agreement: Agreement, topology: Topology, model: nn.Module, recipes: tuple[str, ...], is_running: bool
+def _require_same_recipes(
+    state: DistributedState, topology: Topology, model: nn.Module, recipes: tuple[str, ...], is_running: bool
 ) -> None:
     """Raise ConfigError on all ranks if the converted layers or their recipes differ.
 
@@ -126,15 +128,15 @@ def _refuse_other_recipes(
                 `distribute`. A rank without a batch runs no forward pass, and the others would wait
                 for it. PeerError after FIRST_FORWARD_S.
     """
-    arranged = (recipes, topology.replicas)
-    if is_running and arranged == agreement.arranged:
+    settings = (recipes, topology.replicas)
+    if is_running and settings == state.compared_settings:
         return
-    agreement.arranged = arranged
+    state.compared_settings = settings
     if not is_running:
-        refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
+        require_same({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
         return
     try:
-        refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model), FIRST_FORWARD_S)
+        require_same({"layers and their recipes": recipes}, topology.replicas, topology.device(model), FIRST_FORWARD_S)
     except RuntimeError as error:
         raise PeerError(
             f"distribute: rank {dist.get_rank()} is in its first forward pass since the model was wrapped or converted, and "
@@ -144,7 +146,7 @@ def _refuse_other_recipes(
         ) from error
 
 
-def _refuse_codes(topology: Topology, model: nn.Module, weights: Weights) -> None:
+def _require_fully_shard(topology: Topology, model: nn.Module, weights: Weights) -> None:
     if weights == "codes" and not topology.fsdp and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f'distribute: weights="codes" says how fully_shard gathers, and {type(model).__name__} was not passed to it. Call '
@@ -153,7 +155,7 @@ def _refuse_codes(topology: Topology, model: nn.Module, weights: Weights) -> Non
         )
 
 
-def _warn_of_one_replica(topology: Topology, model: nn.Module) -> None:
+def _warn_about_one_replica(topology: Topology, model: nn.Module) -> None:
     """Warn if several ranks train but no wrapper, group or DTensor connects them."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several and not topology.replicas and not any(isinstance(each, DTensor) for each in model.parameters()):
@@ -166,7 +168,7 @@ def _warn_of_one_replica(topology: Topology, model: nn.Module) -> None:
         )
 
 
-def _gathers_whole(layer: QLinear) -> str:
+def _describe_16bit_gather(layer: QLinear) -> str:
     """Describe the 16-bit all-gather of a layer's weight under fully_shard."""
     weight = layer.weight
     if not isinstance(weight, DTensor):
@@ -175,7 +177,7 @@ def _gathers_whole(layer: QLinear) -> str:
     return f'weight as {form}, or as mp_policy says: {count:,} bytes a gather (weights="16bit" was asked for)'
 
 
-def _recipe_words(layer: QLinear) -> str:
+def _describe_recipe(layer: QLinear) -> str:
     recipe = layer.recipe
     if recipe is None:
         return "no recipe"
@@ -183,11 +185,11 @@ def _recipe_words(layer: QLinear) -> str:
     return f"{recipe.name} ({products}, {recipe.save}, {recipe.backward})"
 
 
-def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool) -> str:
+def _argument_error(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool) -> str:
     """Return an error sentence, with the next step, for this rank's invalid arguments, or ""."""
-    for name, value, known in (("weights", weights, Weights), ("activations", activations, Activations)):
-        if value not in get_args(known):
-            return f"{name} is {value!r}; choose one of {', '.join(get_args(known))}."
+    for name, value, choices in (("weights", weights, Weights), ("activations", activations, Activations)):
+        if value not in get_args(choices):
+            return f"{name} is {value!r}; choose one of {', '.join(get_args(choices))}."
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
         return f"seed is {seed!r}, no whole number from 0 on. Pass one, or None for that of torch's generator."
     if replicas is not None and not dist.is_initialized():
@@ -199,25 +201,25 @@ def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any,
     return ""
 
 
-def _agreed_seed(seed: int | None, wrong: str) -> int:
+def _agreed_seed(seed: int | None, error: str) -> int:
     """Return rank 0's seed on all ranks.
 
-    Raises ConfigError on all ranks if seeds differ or if any rank reports an error in `wrong`. The
+    Raises ConfigError on all ranks if seeds differ or if any rank reports an error in `error`. The
     error travels with the seed: raising on one rank alone would leave the others in this exchange.
     """
     own = torch.initial_seed() if seed is None else seed
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        if wrong:
-            raise ConfigError(f"distribute: {wrong}", code="distribute.refused")
+        if error:
+            raise ConfigError(f"distribute: {error}", code="distribute.refused")
         return own
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (wrong, own, seed))
-    for rank, (words, _, _) in enumerate(told):
-        if words:
-            raise ConfigError(f"rank {rank}: distribute: {words}", code="distribute.refused")
-    seeds = [each for _, _, each in told]
+    reported: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reported, (error, own, seed))
+    for rank, (error, _, _) in enumerate(reported):
+        if error:
+            raise ConfigError(f"rank {rank}: distribute: {error}", code="distribute.refused")
+    seeds = [each for _, _, each in reported]
     if len(set(seeds)) > 1:
         raise ConfigError(
             f"distribute: ranks have seeds {seeds}. Pass the same on all of them.", code="distribute.seeds"
         )
-    return int(told[0][1])
+    return int(reported[0][1])

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.distributed import messages
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.messages import TILE, Link
-from narrowgauge.distributed.shared_scale import Pieces
+from narrowgauge.distributed.shared_scale import Layout
 from narrowgauge.errors import ConfigError
 
 Future = torch.futures.Future[Tensor]
@@ -35,47 +35,48 @@ class Bucket(Protocol):
     def parameters(self) -> list[Tensor]: ...
 
 
-def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | None) -> None:
+def install(model: DistributedDataParallel, gradients: Gradients, mesh: DeviceMesh | None) -> None:
     """Install the hook on `model`; see `gradients.install`."""
     group = model.process_group
-    within, across = _hops(made, group, mesh)
+    within, across = _hops(gradients, group, mesh)
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    made.names = tuple(names.values())
+    gradients.names = tuple(names.values())
     first = next(model.module.parameters())
-    made.bytes_per_number = made.bytes_to_sum(first) + made.bytes_of_sum(first)
-    if across is not None and made.numbers != "16bit":
-        made.bytes_between_nodes = 2 * made.bytes_of_sum(first) / within.size
-    made.words.append(f"gradients: {made.format_words()}; {_hops_words(made, within, across)}, {made.reduce}")
-    if made.numbers != "16bit":
-        _register(model, NarrowHook(made, names, within, across))
-    elif made.reduce == "sum":
-        _register(model, lambda bucket: _summed_by_torch(made, group, bucket))
+    gradients.bytes_per_element = gradients.bytes_to_sum(first) + gradients.bytes_of_sum(first)
+    if across is not None and gradients.format != "16bit":
+        gradients.bytes_between_nodes = 2 * gradients.bytes_of_sum(first) / within.size
+    hops = _describe_hops(gradients, within, across)
+    gradients.descriptions.append(f"gradients: {gradients.describe_format()}; {hops}, {gradients.reduce}")
+    if gradients.format != "16bit":
+        _register(model, Fp8AllReduceHook(gradients, names, within, across))
+    elif gradients.reduce == "sum":
+        _register(model, lambda bucket: _sum_by_torch(gradients, group, bucket))
     elif isinstance(model.__dict__.get(HOOK), _Hook):
         # An earlier `distribute` left a hook, which DDP cannot remove: make it torch's default
         # mean.
         _register(model, lambda bucket: allreduce_hook(group, bucket))
 
 
-class NarrowHook:
+class Fp8AllReduceHook:
     """8-bit all-reduce of a bucket. On a GPU it runs on its own stream, beside backward."""
 
-    def __init__(self, made: Gradients, names: Mapping[int, str], within: Link, across: Link | None) -> None:
-        self.made, self.names, self.within, self.across = made, names, within, across
+    def __init__(self, gradients: Gradients, names: Mapping[int, str], within: Link, across: Link | None) -> None:
+        self.gradients, self.names, self.within, self.across = gradients, names, within, across
         ranks = within.size * (across.size if across else 1)
-        self.divisor = ranks if made.reduce == "mean" else 1
+        self.divisor = ranks if gradients.reduce == "mean" else 1
         self.streams: dict[torch.device, torch.Stream] = {}
 
     def __call__(self, bucket: Bucket) -> Future:
-        self.made.is_summed = True
+        self.gradients.was_reduced = True
         buffer = bucket.buffer()
         on_cpu = buffer.device.type == "cpu"
-        with nullcontext() if on_cpu else self.beside(buffer.device):
-            buffer.copy_(self.reduced(buffer, self.pieces(bucket)))
+        with nullcontext() if on_cpu else self.side_stream(buffer.device):
+            buffer.copy_(self.reduced(buffer, self.layout(bucket)))
             done = Future(devices=None if on_cpu else [buffer.device])
             done.set_result(buffer)
         return done
 
-    def beside(self, device: torch.device) -> torch.Stream:
+    def side_stream(self, device: torch.device) -> torch.Stream:
         """Return the hook's stream, synchronized with the current stream."""
         if device not in self.streams:
             self.streams[device] = torch.Stream(device)
@@ -83,31 +84,31 @@ class NarrowHook:
         stream.wait_stream(torch.accelerator.current_stream(device))
         return stream
 
-    def reduced(self, flat: Tensor, pieces: Pieces) -> Tensor:
+    def reduced(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return the bucket's sum or mean over ranks, float32, bit-identical on every rank."""
         within, across = self.within, self.across
         # Columns are a multiple of TILE times the number of nodes. The all-gather then uses the
         # same tiles as the all-reduce across nodes, and quantizing E4M3 values again in the same
         # tiles is exact.
         rows = messages.as_rows(flat, within.size, TILE * across.size if across else 1)
-        filled_up = rows.numel() - flat.numel()
+        padding = rows.numel() - flat.numel()
         # Padding zeros count as part of the last tensor.
-        pieces = Pieces(pieces.names, (*pieces.lengths[:-1], pieces.lengths[-1] + filled_up))
-        mine = self.made.reduce_scatter(rows, pieces, within, (across,) if across else ())
+        layout = Layout(layout.names, (*layout.lengths[:-1], layout.lengths[-1] + padding))
+        shard = self.gradients.reduce_scatter(rows, layout, within, (across,) if across else ())
         # Divide before the second quantization: the mean is rounded once on its way back.
-        mine = mine / self.divisor
+        shard = shard / self.divisor
         if across is not None:
-            mine = messages.all_reduce(mine, across)
-        return messages.gather(mine, within).reshape(-1)[: flat.numel()]
+            shard = messages.all_reduce(shard, across)
+        return messages.gather(shard, within).reshape(-1)[: flat.numel()]
 
-    def pieces(self, bucket: Bucket) -> Pieces:
+    def layout(self, bucket: Bucket) -> Layout:
         parameters = [parameter for parameter in bucket.parameters() if parameter.numel()]
         names = tuple(self.names[id(parameter)] for parameter in parameters)
-        return Pieces(names, tuple(parameter.numel() for parameter in parameters))
+        return Layout(names, tuple(parameter.numel() for parameter in parameters))
 
 
-def _summed_by_torch(made: Gradients, group: dist.ProcessGroup, bucket: Bucket) -> Future:
-    made.is_summed = True
+def _sum_by_torch(gradients: Gradients, group: dist.ProcessGroup, bucket: Bucket) -> Future:
+    gradients.was_reduced = True
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -130,12 +131,12 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
     if isinstance(before := model.__dict__.get(HOOK), _Hook):
         before.call = call
         return
-    own = _Hook(call)
+    hook = _Hook(call)
 
     # No annotations: DDP compares them with classes, which `from __future__ import annotations`
     # turns into strings. A plain function: DDP reads its `__name__`.
     def narrowgauge_gradients(state, bucket):  # type: ignore[no-untyped-def]
-        return own.call(bucket)
+        return hook.call(bucket)
 
     try:
         model.register_comm_hook(None, narrowgauge_gradients)
@@ -145,13 +146,13 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
             "Register none yourself.",
             code="distribute.comm-hook",
         ) from error
-    model.__dict__[HOOK] = own
+    model.__dict__[HOOK] = hook
 
 
-def _hops(made: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) -> tuple[Link, Link | None]:
+def _hops(gradients: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) -> tuple[Link, Link | None]:
     """Return the link of the reduce-scatter, and the link across nodes (None for one group)."""
     if mesh is None:
-        return made.link(group), None
+        return gradients.link(group), None
     given, found = sorted(mesh.mesh.flatten().tolist()), sorted(dist.get_process_group_ranks(group))
     if given != found:
         raise ConfigError(
@@ -159,11 +160,11 @@ def _hops(made: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) ->
             "Give a mesh of the same ranks.",
             code="distribute.mesh-ranks",
         )
-    return made.link(mesh.get_group(1)), made.link(mesh.get_group(0))
+    return gradients.link(mesh.get_group(1)), gradients.link(mesh.get_group(0))
 
 
-def _hops_words(made: Gradients, within: Link, across: Link | None) -> str:
-    if made.numbers == "16bit":
+def _describe_hops(gradients: Gradients, within: Link, across: Link | None) -> str:
+    if gradients.format == "16bit":
         return "all-reduce"
     if across is None:
         return f"reduce-scatter and all-gather over {within.size} ranks"

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.together import Group, rank_and_world, together
+from narrowgauge.distributed.all_ranks import Group, rank_and_world, run_on_all_ranks
 from narrowgauge.errors import CheckpointError
 from narrowgauge.structure import is_weight, plain_name
 
 
-def gathered(
+def gather_state_dict(
     model: nn.Module,
     dtype: torch.dtype | None = None,
     only: Callable[[str], bool] = is_weight,
@@ -38,39 +38,39 @@ def gathered(
                    weights of the model before `convert`, without amax histories and step sizes
     process_group  of all ranks that hold parts of the model; None: the default group
 
-    Tied weights stay tied. Use it as `model.save_pretrained(folder, state_dict=gathered(model,
-    torch.bfloat16))` on rank 0. Plain CPU tensors without a cast are the model's own tensors, not
-    copies.
+    Tied weights stay tied. Use it as `model.save_pretrained(folder,
+    state_dict=gather_state_dict(model, torch.bfloat16))` on rank 0. Plain CPU tensors without a cast
+    are the model's own tensors, not copies.
     """
     rank, world = rank_and_world(process_group)
     state = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    own = {name: tensor for name, tensor in state.items() if only(name)}
-    forms = together(lambda: _forms(own, dtype), process_group)
-    told: list[dict[str, Form]] = [forms] * world
+    selected = {name: tensor for name, tensor in state.items() if only(name)}
+    infos = run_on_all_ranks(lambda: _tensor_infos(selected, dtype), process_group)
+    infos_of_ranks: list[dict[str, TensorInfo]] = [infos] * world
     if world > 1:
-        dist.all_gather_object(told, forms, group=process_group)
+        dist.all_gather_object(infos_of_ranks, infos, group=process_group)
     holders: dict[str, int] = {}
     # The lowest rank that holds a tensor sends it. The order of `holders` is the same on all ranks,
     # so the collectives match.
-    for place, of_rank in enumerate(told):
+    for source, of_rank in enumerate(infos_of_ranks):
         for name in of_rank:
-            holders.setdefault(name, place)
+            holders.setdefault(name, source)
     result: dict[str, Tensor] = {}
     for name, holder in holders.items():
-        form = told[holder][name]
+        info = infos_of_ranks[holder][name]
         # The earlier name's tensor was gathered already: reuse the object, so that ties survive.
-        if form.tied:
-            found = result.get(form.tied)
+        if info.tied:
+            found = result.get(info.tied)
         else:
-            whole = _whole(own[name], dtype) if name in own else None
-            found = _to_first(whole, holder, form, rank, process_group)
+            full = _full_tensor(selected[name], dtype) if name in selected else None
+            found = _to_rank_0(full, holder, info, rank, process_group)
         if found is not None:
             result[name] = found
     return result
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorInfo:
     """Metadata of a sent tensor; `tied` is an earlier name of the same tensor, or ""."""
 
     dtype: torch.dtype
@@ -78,27 +78,27 @@ class Form:
     tied: str
 
 
-def _forms(own: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Form]:
+def _tensor_infos(selected: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, TensorInfo]:
     # Tied weights are one Python object.
     first: dict[int, str] = {}
-    forms = {}
-    for name, tensor in own.items():
+    infos = {}
+    for name, tensor in selected.items():
         if tensor.is_meta:
             raise CheckpointError(
-                f"gathered: {name!r} is a meta tensor, without memory. Load or initialise the model first.",
+                f"gather_state_dict: {name!r} is a meta tensor, without memory. Load or initialise the model first.",
                 code="distribute.meta-tensor",
             )
         earlier = first.setdefault(id(tensor), name)
-        forms[name] = Form(_cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else "")
-    return forms
+        infos[name] = TensorInfo(_cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else "")
+    return infos
 
 
-def _cast(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point and own.itemsize > 1 else own
+def _cast(own: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    return target if target is not None and own.is_floating_point and own.itemsize > 1 else own
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _full_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the full tensor on every rank of its mesh; a collective for DTensors."""
     local = tensor.detach().to(_cast(tensor.dtype, dtype))
     if not isinstance(local, DTensor):
@@ -106,30 +106,30 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if local.dtype.itemsize > 1:
         return local.full_tensor()
     # gloo has no 8-bit float types: send the bytes as uint8.
-    octets = DTensor.from_local(
+    as_bytes = DTensor.from_local(
         local.to_local().view(torch.uint8),
         local.device_mesh,
         local.placements,
         shape=local.shape,
         stride=local.stride(),
     )
-    return octets.full_tensor().view(local.dtype)
+    return as_bytes.full_tensor().view(local.dtype)
 
 
-def _to_first(whole: Tensor | None, holder: int, form: Form, rank: int, group: Group) -> Tensor | None:
+def _to_rank_0(full: Tensor | None, holder: int, info: TensorInfo, rank: int, group: Group) -> Tensor | None:
     """Return the tensor on the CPU on rank 0, received from `holder` if needed; None elsewhere."""
     if holder == 0:
-        return whole.cpu() if rank == 0 and whole is not None else None
-    if rank == holder and whole is not None:
-        dist.send(_octets(whole), group=group, group_dst=0)
+        return full.cpu() if rank == 0 and full is not None else None
+    if rank == holder and full is not None:
+        dist.send(_as_bytes(full), group=group, group_dst=0)
     if rank == 0:
-        found = torch.empty(form.shape, dtype=form.dtype, device=_device(group))
-        dist.recv(_octets(found), group=group, group_src=holder)
+        found = torch.empty(info.shape, dtype=info.dtype, device=_device(group))
+        dist.recv(_as_bytes(found), group=group, group_src=holder)
         return found.cpu()
     return None
 
 
-def _octets(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

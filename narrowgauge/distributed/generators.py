@@ -9,7 +9,9 @@ from torch import Tensor
 def seed_of(device: torch.device) -> int:
     """Return the initial seed of the device's generator (any device but CUDA: the CPU's)."""
     if device.type == "cuda":
-        return int(torch.cuda.default_generators[device.index or 0].initial_seed())
+        # seed_all seeds the current GPU, which "cuda" without an index means too.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return int(torch.cuda.default_generators[index].initial_seed())
     return torch.initial_seed()
 
 

@@ -34,15 +34,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import ddp_gradients, fsdp_gradients
-from narrowgauge.distributed.alike import refuse_others
-from narrowgauge.distributed.gradient_state import Gradients, Numbers, Reduce
+from narrowgauge.distributed.gradient_state import GradientFormat, Gradients, Reduce
+from narrowgauge.distributed.same_settings import require_same
 from narrowgauge.errors import ConfigError
 
-__all__ = ["Gradients", "Numbers", "Reduce", "install"]
+__all__ = ["GradientFormat", "Gradients", "Reduce", "install"]
 
 
 def install(
-    model: nn.Module, *, gradients: Numbers = "16bit", reduce: Reduce = "mean", mesh: DeviceMesh | None = None
+    model: nn.Module, *, gradients: GradientFormat = "16bit", reduce: Reduce = "mean", mesh: DeviceMesh | None = None
 ) -> Gradients:
     """Set the gradient messages of a parallelized model; call before its first backward.
 
@@ -72,32 +72,32 @@ def install(
         )
     shape = None if mesh is None else tuple(mesh.mesh.shape)
     # Compare before validating: an invalid argument on one rank must raise on all of them.
-    refuse_others({"gradients": gradients, "reduce": reduce, "mesh": shape}, *_groups(model))
+    require_same({"gradients": gradients, "reduce": reduce, "mesh": shape}, *_groups(model))
     _refuse_unknown(gradients, reduce)
     if mesh is not None and mesh.ndim != 2:
         raise ConfigError(
             f"distribute: mesh has {mesh.ndim} axes; give two, (nodes, ranks of a node): init_device_mesh(device, (nodes, ranks)).",
             code="distribute.mesh-size",
         )
-    made = Gradients(gradients, reduce)
+    installed = Gradients(gradients, reduce)
     if isinstance(model, DistributedDataParallel):
-        ddp_gradients.install(model, made, mesh)
+        ddp_gradients.install(model, installed, mesh)
     else:
-        fsdp_gradients.install(model, made, mesh)
-    return made
+        fsdp_gradients.install(model, installed, mesh)
+    return installed
 
 
-def nothing_travels(gradients: Numbers, reduce: Reduce) -> Gradients:
+def single_rank_gradients(gradients: GradientFormat, reduce: Reduce) -> Gradients:
     """Return the Gradients of one process without a wrapper, the reference for distributed runs."""
     _refuse_unknown(gradients, reduce)
     return Gradients(gradients, reduce)
 
 
-def _refuse_unknown(gradients: Numbers, reduce: Reduce) -> None:
-    for name, value, known in (("gradients", gradients, Numbers), ("reduce", reduce, Reduce)):
-        if value not in get_args(known):
+def _refuse_unknown(gradients: GradientFormat, reduce: Reduce) -> None:
+    for name, value, choices in (("gradients", gradients, GradientFormat), ("reduce", reduce, Reduce)):
+        if value not in get_args(choices):
             raise ConfigError(
-                f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.",
+                f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(choices))}.",
                 code="distribute.choice",
             )
 

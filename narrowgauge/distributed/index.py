@@ -44,8 +44,8 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recur
 
 # Key of a safetensors header for free text entries.
 METADATA = "__metadata__"
-# Bounds the cost of _is_filled_once for a malicious index; a mesh of tp and fsdp cuts two axes.
-MOST_CUT_AXES = 8
+# Bounds the cost of _covers_once for a malicious index; a mesh of tp and fsdp cuts two axes.
+MAX_CUT_AXES = 8
 # The limit that safetensors itself enforces.
 HEADER_BYTES = 100_000_000
 
@@ -63,7 +63,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint: its path in the nested state, and the chunks that cover it."""
 
     path: state_tree.Path
@@ -76,7 +76,7 @@ class Stored:
 class Index:
     """Contents of a checkpoint, by name: stored tensors, encoded values, and the paths of both."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     values: dict[str, Any]
     paths: dict[str, state_tree.Path]
 
@@ -130,7 +130,7 @@ def read(folder: Path, listing: Manifest) -> Index:
     try:
         if listing.save:
             return _parse(reading.strict_json(manifest.read_file(folder, INDEX, listing)), listing)
-        return _of_one_process(folder, listing)
+        return _single_process_index(folder, listing)
     except UNREADABLE as error:
         raise CheckpointError(
             f"{folder / (INDEX if listing.save else FACTS)}: has the right hash, but not the right contents: {error}. "
@@ -140,7 +140,7 @@ def read(folder: Path, listing: Manifest) -> Index:
 
 
 def _parse(body: Any, listing: Manifest) -> Index:
-    tensors = {name: _stored(name, entry, listing) for name, entry in body["tensors"].items()}
+    tensors = {name: _parse_tensor(name, entry, listing) for name, entry in body["tensors"].items()}
     # Refuse an index whose chunks cannot fit into their files before allocating any tensor.
     for file, chunks in by_file(tensors):
         if (
@@ -155,7 +155,7 @@ def _parse(body: Any, listing: Manifest) -> Index:
     return Index(tensors, values, paths)
 
 
-def _stored(name: str, entry: Any, listing: Manifest) -> Stored:
+def _parse_tensor(name: str, entry: Any, listing: Manifest) -> StoredTensor:
     chunks = []
     shape = _box(entry["shape"])
     for offsets, sizes, file in entry["chunks"]:
@@ -166,12 +166,12 @@ def _stored(name: str, entry: Any, listing: Manifest) -> Stored:
         chunks.append(chunk)
     # Counting elements is not enough: chunks that overlap and leave a row empty can add up to the
     # right number.
-    if not _is_filled_once(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+    if not _covers_once(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
         raise ValueError(f"the chunks of {name!r} do not fill it, or overlap")
-    return Stored(list(entry["path"]), STORABLE[entry["dtype"]], shape, chunks)
+    return StoredTensor(list(entry["path"]), STORABLE[entry["dtype"]], shape, chunks)
 
 
-def _is_filled_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
+def _covers_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
     """Return True if the boxes (offsets, sizes) cover each element of `shape` exactly once.
 
     The mixed difference of a box's indicator function is (-1)^(number of far ends) at each of its
@@ -181,14 +181,14 @@ def _is_filled_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
     filled = [box for box in boxes if math.prod(box[1])]
     if not math.prod(shape):
         return not filled
-    whole = ((0,) * len(shape), shape)
-    cut = [axis for axis, length in enumerate(shape) if any(sizes[axis] != length for _, sizes in filled)]
-    if len(cut) > MOST_CUT_AXES:
-        raise ValueError(f"its chunks cut {len(cut)} axes, and at most {MOST_CUT_AXES} are read")
+    full = ((0,) * len(shape), shape)
+    cut_axes = [axis for axis, length in enumerate(shape) if any(sizes[axis] != length for _, sizes in filled)]
+    if len(cut_axes) > MAX_CUT_AXES:
+        raise ValueError(f"its chunks cut {len(cut_axes)} axes, and at most {MAX_CUT_AXES} are read")
     sums: Counter[Box] = Counter()
-    for (offsets, sizes), sign in (*((box, 1) for box in filled), (whole, -1)):
-        for far in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(offsets[axis] + end * sizes[axis] for axis, end in zip(cut, far, strict=True))
+    for (offsets, sizes), sign in (*((box, 1) for box in filled), (full, -1)):
+        for far in itertools.product((0, 1), repeat=len(cut_axes)):
+            corner = tuple(offsets[axis] + end * sizes[axis] for axis, end in zip(cut_axes, far, strict=True))
             sums[corner] += -sign if sum(far) % 2 else sign
     return not any(sums.values())
 
@@ -200,12 +200,12 @@ def _box(numbers: Any) -> Box:
     return tuple(numbers)
 
 
-def _of_one_process(folder: Path, listing: Manifest) -> Index:
+def _single_process_index(folder: Path, listing: Manifest) -> Index:
     """Build the Index of a single-process checkpoint.
 
     Each tensor is one chunk. The outermost keys of the state are the file groups and "facts".
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in listing.files:
         if file != FACTS:
             # Files of one process are named GROUP-NUMBER.safetensors.
@@ -214,25 +214,27 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
                 if key != METADATA:
                     shape = _box(entry["shape"])
                     chunk = Chunk((0,) * len(shape), shape, file, key)
-                    tensors[f"{group}.{key}"] = Stored([group, key], _header_dtypes()[entry["dtype"]], shape, [chunk])
+                    tensors[f"{group}.{key}"] = StoredTensor(
+                        [group, key], _header_dtypes()[entry["dtype"]], shape, [chunk]
+                    )
     for group, ties in listing.ties.items():
         for name, first in ties.items():
             # Tied names share the list of chunks; `storage.read` restores the tie by its identity.
             tied = tensors[f"{group}.{first}"]
-            tensors[f"{group}.{name}"] = Stored([group, name], tied.dtype, tied.shape, tied.chunks)
+            tensors[f"{group}.{name}"] = StoredTensor([group, name], tied.dtype, tied.shape, tied.chunks)
     facts = reading.strict_json(manifest.read_file(folder, FACTS, listing))
     flat = state_tree.flatten({"facts": facts})
     return Index(tensors, flat.values, {name: stored.path for name, stored in tensors.items()} | flat.paths)
 
 
-def refuse_other_chunks(path: Path, chunks: Sequence[tuple[str, Stored, Chunk]]) -> None:
+def check_header(path: Path, chunks: Sequence[tuple[str, StoredTensor, Chunk]]) -> None:
     """Raise CheckpointError if a file's header lacks a chunk or has it with another dtype or shape."""
     try:
         header = _header(path) if chunks else {}
         for _, stored, chunk in chunks:
             entry = header.get(chunk.key)
             found = None if entry is None else (_header_dtypes()[entry["dtype"]], _box(entry["shape"]))
-            _refuse_other_form(path, stored, chunk, found)
+            _require_chunk(path, stored, chunk, found)
     except UNREADABLE as error:
         raise CheckpointError(
             f"{path}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
@@ -256,14 +258,16 @@ def verified(folder: Path, file: str, listing: Manifest) -> bytes:
     try:
         return manifest.read_file(folder, file, listing)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_foreign(folder / file, listing)}", code="checkpoint.foreign") from error
+        raise CheckpointError(
+            f"{error}{_describe_foreign(folder / file, listing)}", code="checkpoint.foreign"
+        ) from error
 
 
-def _foreign(path: Path, listing: Manifest) -> str:
+def _describe_foreign(path: Path, listing: Manifest) -> str:
     """Return a sentence if a mismatched file is an intact shard of another checkpoint, else ""."""
     try:
-        told = _header(path).get(METADATA) or {}
-        save, step = told.get("save", listing.save), told.get("step")
+        metadata = _header(path).get(METADATA) or {}
+        save, step = metadata.get("save", listing.save), metadata.get("step")
     except (CheckpointError, *UNREADABLE):
         return ""
     if not listing.save or save == listing.save:
@@ -298,14 +302,14 @@ def _header_dtypes() -> dict[str, torch.dtype]:
     return found
 
 
-def piece(shards: Mapping[str, Tensor], stored: Stored, chunk: Chunk, path: Path) -> Tensor:
+def read_chunk(shards: Mapping[str, Tensor], stored: StoredTensor, chunk: Chunk, path: Path) -> Tensor:
     """Return a chunk from the tensors of its file, in its dtype; CheckpointError if it does not fit."""
     found = shards.get(chunk.key)
-    _refuse_other_form(path, stored, chunk, None if found is None else (found.dtype, tuple(found.shape)))
+    _require_chunk(path, stored, chunk, None if found is None else (found.dtype, tuple(found.shape)))
     return shards[chunk.key].view(stored.dtype)
 
 
-def _refuse_other_form(path: Path, stored: Stored, chunk: Chunk, found: tuple[torch.dtype, Box] | None) -> None:
+def _require_chunk(path: Path, stored: StoredTensor, chunk: Chunk, found: tuple[torch.dtype, Box] | None) -> None:
     """Raise CheckpointError unless `found` is the chunk's stored dtype and shape."""
     expected = torch.uint8 if stored.dtype in AS_BYTES else stored.dtype
     if found != (expected, chunk.sizes):
@@ -316,9 +320,9 @@ def _refuse_other_form(path: Path, stored: Stored, chunk: Chunk, found: tuple[to
         )
 
 
-def by_file(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, list[tuple[str, Stored, Chunk]]]]:
+def by_file(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, list[tuple[str, StoredTensor, Chunk]]]]:
     """Yield each file with its chunks: (file, [(tensor name, tensor, chunk)])."""
-    files: dict[str, list[tuple[str, Stored, Chunk]]] = {}
+    files: dict[str, list[tuple[str, StoredTensor, Chunk]]] = {}
     for name, stored in tensors.items():
         for chunk in stored.chunks:
             files.setdefault(chunk.file, []).append((name, stored, chunk))

@@ -10,8 +10,12 @@ import re
 
 import torch.distributed as dist
 
-# Messages of gloo and the store for a peer that is gone.
-BROKEN = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe")
+# Messages of gloo's TCP transport (pair.cc, unbound_buffer.cc) and of the store for a peer that is
+# gone. Paths of gloo's sources do not count: they begin errors of mismatched sizes too.
+BROKEN = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Socket (unexpectedly )?closed|Pair is not connected|[Tt]imed out"
+    r"|(Connect|Read|Write) timeout|Read error|writev|Broken pipe|connectFullMesh failed"
+)
 
 
 def is_lost(error: Exception) -> bool:

@@ -34,16 +34,16 @@ from narrowgauge.scaling import E8M0_CEIL
 
 TILE = 128
 # Bytes per element: one code, and a one-byte scale per tile.
-BYTES = 1 + 1 / TILE
+BYTES_PER_ELEMENT = 1 + 1 / TILE
 MESSAGE = Cast(format=E4M3, tile=(1, TILE), scale=E8M0_CEIL)
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
-def tiles(numbers: int) -> int:
-    """Return the number of scales in a row of `numbers` elements."""
-    return -(-numbers // TILE)
+def tiles(elements: int) -> int:
+    """Return the number of scales in a row of `elements` elements."""
+    return -(-elements // TILE)
 
 
 def encode(rows: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def total(messages: Tensor, columns: int) -> Tensor:
 
 
 class Link:
-    """A process group with counters: `sent` in bytes and `calls`, by kind of collective.
+    """A process group with counters: `bytes_sent` and `calls`, by kind of collective.
 
     Kinds: "all-to-all", "all-gather", "maximum", "sum". Every 8-bit gradient message is sent by a
     method of Link.
@@ -79,10 +79,10 @@ class Link:
         self.group = group
         self.size = group.size()
         self.rank = group.rank()
-        self.sent: Counter[str] = Counter()
+        self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
-    def to_each(self, rows: Tensor) -> Tensor:
+    def all_to_all(self, rows: Tensor) -> Tensor:
         """Send row r of [ranks, bytes] to rank r; return [ranks, bytes], row r from rank r."""
         # Equal sizes on all ranks: no exchange of sizes is needed.
         received = torch.empty_like(rows)
@@ -90,27 +90,27 @@ class Link:
         dist.all_to_all_single(received, rows, group=self.group)
         return received
 
-    def from_each(self, row: Tensor) -> Tensor:
+    def all_gather(self, row: Tensor) -> Tensor:
         """Gather [bytes] of every rank into [ranks, bytes]."""
         gathered = row.new_empty(self.size, row.numel())
         self._count("all-gather", gathered)
         _all_gather(gathered.view(-1), row, group=self.group)
         return gathered
 
-    def maximum(self, numbers: Tensor) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Reduce by MAX, in place. Do not pass NaN: gloo loses it for some rank orders, NCCL always."""
-        self._count("maximum", numbers)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
-        return numbers
+        self._count("maximum", tensor)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Reduce by SUM, in place, in the dtype of `numbers`."""
-        self._count("sum", numbers)
-        dist.all_reduce(numbers, group=self.group)
-        return numbers
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Reduce by SUM, in place, in the dtype of `tensor`."""
+        self._count("sum", tensor)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
 
     def _count(self, kind: str, message: Tensor) -> None:
-        self.sent[kind] += message.nbytes
+        self.bytes_sent[kind] += message.nbytes
         self.calls[kind] += 1
 
 
@@ -121,7 +121,7 @@ def reduce_scatter(rows: Tensor, link: Link) -> Tensor:
     """
     if link.size == 1 or rows.numel() == 0:
         return rows[link.rank].to(torch.float32)
-    return total(link.to_each(encode(rows)), rows.shape[1])
+    return total(link.all_to_all(encode(rows)), rows.shape[1])
 
 
 def gather(row: Tensor, link: Link) -> Tensor:
@@ -129,7 +129,7 @@ def gather(row: Tensor, link: Link) -> Tensor:
     if link.size == 1 or row.numel() == 0:
         return row.to(torch.float32).expand(link.size, -1)
     # The owner of a row also continues with its decoded codes: otherwise ranks would drift apart.
-    return decode(link.from_each(encode(row[None])[0]), row.numel())
+    return decode(link.all_gather(encode(row[None])[0]), row.numel())
 
 
 def as_rows(x: Tensor, rows: int, multiple: int = 1) -> Tensor:
@@ -141,5 +141,5 @@ def as_rows(x: Tensor, rows: int, multiple: int = 1) -> Tensor:
 
 def all_reduce(x: Tensor, link: Link) -> Tensor:
     """Return the sum of x over the ranks, float32, in x's shape and bit-identical on every rank."""
-    mine = reduce_scatter(as_rows(x, link.size), link)
-    return gather(mine, link).reshape(-1)[: x.numel()].view(x.shape)
+    shard = reduce_scatter(as_rows(x, link.size), link)
+    return gather(shard, link).reshape(-1)[: x.numel()].view(x.shape)

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.agreement import Agreement
-from narrowgauge.distributed.stage_messages import Pack, Unpack, is_packed, message_like
-from narrowgauge.distributed.torch_private import STAGES, is_rehearsal, parameter_group
+from narrowgauge.distributed.stage_messages import DecodeMessage, EncodeMessage, is_sent_as_codes, message_like
+from narrowgauge.distributed.state import DistributedState
+from narrowgauge.distributed.torch_private import STAGES, is_shape_inference, parameter_group
 from narrowgauge.errors import ConfigError
 
-__all__ = ["StageEnds", "install", "is_stage", "message_like"]
+__all__ = ["StageHooks", "install", "is_stage", "message_like"]
 
 # Key in the `__dict__` of a stage's module.
-ATTRIBUTE = "_narrowgauge_stage_ends"
-FORMS = ("16bit", "fp8")
+ATTRIBUTE = "_narrowgauge_stage_hooks"
+FORMATS = ("16bit", "fp8")
 # Rows at each end of a weight that the digest covers.
 _SAMPLE = 64
 
@@ -49,87 +49,87 @@ def is_stage(thing: object) -> bool:
     return module is not None and isinstance(thing, module._PipelineStageBase)
 
 
-def install(stages: Sequence[Stage], agreements: Sequence[Agreement], activations: str) -> None:
+def install(stages: Sequence[Stage], states: Sequence[DistributedState], activations: str) -> None:
     """Set the message format of this rank's stages; all ranks of the pipeline call it together.
 
     Raises ConfigError on all ranks if they ask for different formats, or if two stages have copies
     of one tied weight.
     """
-    if activations not in FORMS:
+    if activations not in FORMATS:
         raise ConfigError(
-            f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMS))}.",
+            f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMATS))}.",
             code="pipeline.activations",
         )
-    own = [(each.stage_index, each.num_stages, activations, _tables(each.submod)) for each in stages]
+    own = [(each.stage_index, each.num_stages, activations, _weight_digests(each.submod)) for each in stages]
     gathered: list[Any] = [None] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(gathered, own, group=stages[0].group)
     # Every rank evaluates the same list, so all raise the same error.
     everywhere = sorted((each for rank in gathered for each in rank), key=lambda each: each[0])
-    _check_forms(everywhere)
-    _check_tied(everywhere)
-    _tell_of_resharding(stages)
-    for stage, agreement in zip(stages, agreements, strict=True):
+    _require_same_format(everywhere)
+    _refuse_tied_copies(everywhere)
+    _warn_about_resharding(stages)
+    for stage, state in zip(stages, states, strict=True):
         before = stage.submod.__dict__.pop(ATTRIBUTE, None)
         for handle in () if before is None else before.hooks:
             handle.remove()
         if activations == "fp8":
-            stage.submod.__dict__[ATTRIBUTE] = StageEnds(stage, agreement).attached()
+            stage.submod.__dict__[ATTRIBUTE] = StageHooks(stage, state).attach()
 
 
 @dataclass(eq=False)
-class StageEnds:
+class StageHooks:
     """Hooks at both ends of one stage's module.
 
-    stage        the PipelineStage; None in a copy of the module, which belongs to no pipeline
-    agreement    counts the bytes sent
-    hooks        handles to remove when the stage is distributed again
-    is_counting  False while torch infers shapes
+    stage         the PipelineStage; None in a copy of the module, which belongs to no pipeline
+    state         counts the bytes sent
+    hooks         handles to remove when the stage is distributed again
+    counts_bytes  False while torch infers shapes
     """
 
     stage: Stage | None = None
-    agreement: Agreement | None = None
+    state: DistributedState | None = None
     hooks: list[Any] = field(default_factory=list)
-    is_counting: bool = field(default=True, init=False)
+    counts_bytes: bool = field(default=True, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageEnds, ()
+        return StageHooks, ()
 
-    def attached(self) -> StageEnds:
+    def attach(self) -> StageHooks:
         module: nn.Module = self.stage.submod  # type: ignore[union-attr]
         # Decode before all other hooks: fully_shard's pre-hook would cast the message to another
         # dtype.
-        first = module.register_forward_pre_hook(self.unpack, prepend=True)
-        self.hooks = [first, module.register_forward_hook(self.pack)]
+        first = module.register_forward_pre_hook(self.decode_inputs, prepend=True)
+        self.hooks = [first, module.register_forward_hook(self.encode_outputs)]
         return self
 
-    def unpack(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def decode_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: decode the inputs."""
-        self.is_counting = not is_rehearsal()
-        if not self._is_open(-1):
+        self.counts_bytes = not is_shape_inference()
+        if not self._crosses_ranks(-1):
             return args
-        sent = self._count_gradient if self.is_counting else _ignore
-        return tuple(Unpack.apply(each, sent) if is_packed(each) else each for each in args)
+        on_send = self._count_gradient if self.counts_bytes else _ignore
+        return tuple(DecodeMessage.apply(each, on_send) if is_sent_as_codes(each) else each for each in args)
 
-    def pack(self, module: nn.Module, _: Any, output: Any) -> Any:
+    def encode_outputs(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Forward hook: encode the outputs."""
-        if not self._is_open(1):
+        if not self._crosses_ranks(1):
             return output
         if isinstance(output, tuple | list):
-            return type(output)(self._packed(each) for each in output)
-        return self._packed(output)
+            return type(output)(self._encoded(each) for each in output)
+        return self._encoded(output)
 
-    def _packed(self, x: Any) -> Any:
+    def _encoded(self, x: Any) -> Any:
         # Pack is differentiable: its backward decodes the message of the gradient.
-        message = Pack.apply(x) if is_packed(x) else x
-        if self.is_counting and self.agreement is not None and isinstance(message, Tensor):
-            self.agreement.count("activations", message)
+        message = EncodeMessage.apply(x) if is_sent_as_codes(x) else x
+        if self.counts_bytes and self.state is not None and isinstance(message, Tensor):
+            self.state.count("activations", message)
         return message
 
     def _count_gradient(self, message: Tensor) -> None:
-        if self.agreement is not None:
-            self.agreement.count("gradients of activations", message)
+        if self.state is not None:
+            self.state.count("gradients of activations", message)
 
-    def _is_open(self, offset: int) -> bool:
+    def _crosses_ranks(self, offset: int) -> bool:
         """Return True if the next stage (offset 1) or the previous stage (-1) is on another rank.
 
         Evaluated at run time, since the schedule sets the rank of each stage after the stage is
@@ -146,7 +146,7 @@ def _ignore(message: Tensor) -> None:
     pass
 
 
-def _tell_of_resharding(stages: Sequence[Stage]) -> None:
+def _warn_about_resharding(stages: Sequence[Stage]) -> None:
     """Warn if FSDP2 modules inside a stage reshard after forward.
 
     The schedule is not known here. torch's root module of fully_shard does not reshard by default,
@@ -170,7 +170,7 @@ def _tell_of_resharding(stages: Sequence[Stage]) -> None:
             return
 
 
-def _check_forms(everywhere: list[Any]) -> None:
+def _require_same_format(everywhere: list[Any]) -> None:
     forms = {index: form for index, _, form, _ in everywhere}
     if len(set(forms.values())) > 1:
         words = ", ".join(f"{form!r} of stage {index}" for index, form in forms.items())
@@ -181,7 +181,7 @@ def _check_forms(everywhere: list[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Table:
+class WeightDigest:
     """Weight of an embedding or Linear, to detect tied copies on different stages.
 
     digest     shape, and SHA-256 of its first and last rows
@@ -194,30 +194,30 @@ class Table:
     parameter: tuple[int, int]
 
 
-def _check_tied(everywhere: list[Any]) -> None:
+def _refuse_tied_copies(everywhere: list[Any]) -> None:
     """Raise ConfigError if an embedding and a Linear on different stages have equal weights.
 
     Such copies of a tied weight would be trained separately.
     """
-    tables = [(index, each) for index, _, _, found in everywhere for each in found]
-    heads = {(each.digest, index): each for index, each in tables if not each.is_embedding}
-    for index, table in tables:
-        for (digest, other), head in heads.items() if table.is_embedding else ():
-            if index != other and digest == table.digest and head.parameter != table.parameter:
+    digests = [(index, each) for index, _, _, found in everywhere for each in found]
+    heads = {(each.digest, index): each for index, each in digests if not each.is_embedding}
+    for index, weight in digests:
+        for (digest, other), head in heads.items() if weight.is_embedding else ():
+            if index != other and digest == weight.digest and head.parameter != weight.parameter:
                 raise ConfigError(
-                    f"distribute: {table.name!r} of stage {index} and {head.name!r} of stage {other} hold the same numbers: copies of a "
+                    f"distribute: {weight.name!r} of stage {index} and {head.name!r} of stage {other} hold the same numbers: copies of a "
                     "tied weight, of which each stage would train its own. Untie them (tie_word_embeddings=False) and give the head "
                     "numbers of its own, or put both on one rank, where their stages share the parameter (ScheduleZBVZeroBubble).",
                     code="pipeline.tied-weights",
                 )
 
 
-def _tables(module: nn.Module) -> list[Table]:
+def _weight_digests(module: nn.Module) -> list[WeightDigest]:
     found = []
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.Linear) and (digest := _digest(each.weight)):
             parameter = dist.get_rank(), id(each.weight)
-            found.append(Table(f"{name}.weight".lstrip("."), isinstance(each, nn.Embedding), digest, parameter))
+            found.append(WeightDigest(f"{name}.weight".lstrip("."), isinstance(each, nn.Embedding), digest, parameter))
     return found
 
 

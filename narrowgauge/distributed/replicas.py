@@ -28,7 +28,7 @@ DIGEST_WORDS = 2**20
 
 
 @dataclass(frozen=True)
-class Told:
+class RankFacts:
     """Facts that a rank sends to rank 0 with its save plan.
 
     values    name -> encoded value
@@ -43,17 +43,17 @@ class Told:
     replicas: dict[tuple[str, tuple[int, ...]], str]
 
 
-def told(plan: SavePlan, flat: state_tree.Flat) -> Told:
-    """Return this rank's Told for a save plan and a flat state."""
+def rank_facts(plan: SavePlan, flat: state_tree.Flat) -> RankFacts:
+    """Return this rank's RankFacts for a save plan and a flat state."""
     replicas = {
         (item.index.fqn, tuple(item.index.offset or ())): _digest(flat.tensors[item.index.fqn])
         for item in plan.items
         if _is_replicated(flat.tensors[item.index.fqn])
     }
-    return Told(flat.values, flat.paths, {name: _form(tensor) for name, tensor in flat.tensors.items()}, replicas)
+    return RankFacts(flat.values, flat.paths, {name: _form(tensor) for name, tensor in flat.tensors.items()}, replicas)
 
 
-class AgreedSavePlanner(DefaultSavePlanner):
+class CheckedSavePlanner(DefaultSavePlanner):
     """torch's save planner for a flat state, preceded by the comparison of all ranks' facts."""
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class AgreedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         # Called on rank 0 alone; torch raises its errors on all ranks.
-        told = [plan.storage_data for plan in all_plans]
-        _refuse_other_entries(told)
-        _refuse_other_bits(told)
-        _refuse_other_values(told)
+        facts = [plan.storage_data for plan in all_plans]
+        _require_same_entries(facts)
+        _require_same_replicas(facts)
+        _require_same_values(facts)
         return super().create_global_plan(all_plans)
 
 
@@ -82,8 +82,8 @@ def _digest(tensor: Tensor) -> str:
     """Return the two sums over the local part, and the trailing bytes that fill no word."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().resolve_conj().resolve_neg()
     octets = local.contiguous().reshape(-1).view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    words = octets[:whole]
+    words_end = octets.numel() // 8 * 8
+    words = octets[:words_end]
     # view(int64) needs a storage offset that is a multiple of 8 bytes.
     words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
     plain = torch.zeros((), dtype=torch.int64, device=octets.device)
@@ -93,13 +93,13 @@ def _digest(tensor: Tensor) -> str:
         plain += part.sum()
         # Odd weights are invertible modulo 2^64, so a single changed word always changes the sum.
         placed += (part * torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)).sum()
-    return f"{int(plain)} {int(placed)} {octets[whole:].tolist()}"
+    return f"{int(plain)} {int(placed)} {octets[words_end:].tolist()}"
 
 
-def _refuse_other_entries(told: list[Told]) -> None:
+def _require_same_entries(facts: list[RankFacts]) -> None:
     """Raise CheckpointError if a name has different kinds or paths on two ranks."""
     entries: dict[str, tuple[int, str, state_tree.Path]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(facts):
         for name, path in each.paths.items():
             form = each.forms.get(name, "a value")
             first, first_form, first_path = entries.setdefault(name, (rank, form, path))
@@ -120,22 +120,22 @@ def _refuse_other_entries(told: list[Told]) -> None:
         ) from error
 
 
-def _refuse_other_bits(told: list[Told]) -> None:
+def _require_same_replicas(facts: list[RankFacts]) -> None:
     replicas: dict[Any, tuple[int, str]] = {}
-    for rank, each in enumerate(told):
-        for place, digest in each.replicas.items():
-            first, expected = replicas.setdefault(place, (rank, digest))
+    for rank, each in enumerate(facts):
+        for part_key, digest in each.replicas.items():
+            first, expected = replicas.setdefault(part_key, (rank, digest))
             if digest != expected:
                 raise CheckpointError(
-                    f"save: {place[0]!r} differs between rank {first} and rank {rank}, and is one tensor of all ranks by invariant. "
+                    f"save: {part_key[0]!r} differs between rank {first} and rank {rank}, and is one tensor of all ranks by invariant. "
                     "The ranks have drifted apart: find the first difference, and resume from the last checkpoint.",
                     code="checkpoint.tensor-drift",
                 )
 
 
-def _refuse_other_values(told: list[Told]) -> None:
+def _require_same_values(facts: list[RankFacts]) -> None:
     values: dict[str, tuple[int, Any]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(facts):
         for name, value in each.values.items():
             first, expected = values.setdefault(name, (rank, value))
             if not state_tree.same(value, expected):

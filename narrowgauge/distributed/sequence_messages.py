@@ -40,12 +40,12 @@ from narrowgauge.scaling import WHOLE
 
 
 @torch.no_grad()
-def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counter[str]) -> DTensor:
+def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], bytes_sent: Counter[str]) -> DTensor:
     """Return x of all ranks, dequantized to x's dtype, and cache its casts for the layers.
 
-    role    "x" (input of all the layers) or "gy" (gradient of one layer's output)
-    layers  the layers that read the result; the first supported one defines the cast
-    sent    counter of bytes, by kind of collective
+    role        "x" (input of all the layers) or "gy" (gradient of one layer's output)
+    layers      the layers that read the result; the first supported one defines the cast
+    bytes_sent  counter of bytes, by kind of collective
     """
     mesh, group = x.device_mesh, x.device_mesh.get_group()
     own = local_part(x)
@@ -61,22 +61,22 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
     if cast.tile == (WHOLE, WHOLE):
         assert operand is not None
         # A whole-tensor tile spans all ranks, so its scale needs the maximum of all of them.
-        amax = _largest(rows, group, sent)
+        amax = _global_amax(rows, group, bytes_sent)
         if operand.state is not None and isinstance(cast.calibrate, Window):
             amax = operand.casts.amax = update_amax(operand.state, amax, records=operand.context.records)
 
-    codes = _gathered_codes(quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], sent)
+    codes = _gathered_codes(quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], bytes_sent)
     whole = dequantize(codes, x.dtype).reshape(x.shape)
     found = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
     if operand is not None and reader is not None:
         # If the GEMM reads dequantized values, expand once here and not in every layer.
         operand.casts.rows = codes if operand.plan.rows_expand is None else codes.expanded(operand.plan.rows_expand)
-        _hand_over(found, operand, reader, layers)
+        _cache_casts(found, operand, reader, layers)
     return found
 
 
 @torch.no_grad()
-def reduce_scatter(parts: DTensor, axis: int, sent: Counter[str]) -> DTensor:
+def reduce_scatter(parts: DTensor, axis: int, bytes_sent: Counter[str]) -> DTensor:
     """Return the sum of all ranks' parts, sharded along `axis`, in their dtype."""
     mesh, group = parts.device_mesh, parts.device_mesh.get_group()
     own, size = local_part(parts), group.size()
@@ -84,15 +84,17 @@ def reduce_scatter(parts: DTensor, axis: int, sent: Counter[str]) -> DTensor:
     filled = _padded(own, axis, each * size).unflatten(axis, (size, each)).movedim(axis, 0)
     link = Link(group)
     total = messages.reduce_scatter(filled.reshape(size, -1), link).reshape(filled.shape[1:]).to(own.dtype)
-    sent += link.sent
+    bytes_sent += link.bytes_sent
     start = min(each * group.rank(), parts.shape[axis])
     tokens = min(each, parts.shape[axis] - start)
-    cut = total.narrow(axis, 0, tokens).contiguous()
-    return DTensor.from_local(cut, mesh, (Shard(axis),), run_check=False, shape=parts.shape, stride=parts.stride())
+    own_tokens = total.narrow(axis, 0, tokens).contiguous()
+    return DTensor.from_local(
+        own_tokens, mesh, (Shard(axis),), run_check=False, shape=parts.shape, stride=parts.stride()
+    )
 
 
 def _gathered_codes(
-    q: QTensor, group: dist.ProcessGroup, shape: torch.Size, axis: int, tokens: int, sent: Counter[str]
+    q: QTensor, group: dist.ProcessGroup, shape: torch.Size, axis: int, tokens: int, bytes_sent: Counter[str]
 ) -> QTensor:
     """Gather the codes of all ranks in token order.
 
@@ -108,8 +110,8 @@ def _gathered_codes(
         scale = E8M0.encode(q.scale).flatten()
     data = q.data.view(torch.uint8).flatten()
     link = Link(group)
-    received = link.from_each(torch.cat((data, scale)))
-    sent += link.sent
+    received = link.all_gather(torch.cat((data, scale)))
+    bytes_sent += link.bytes_sent
     codes, scales = received.split((data.numel(), scale.numel()), dim=1)
     columns = q.scale.shape[1]
     # The ranks' blocks are concatenated along the token axis, which need not be the first.
@@ -129,13 +131,13 @@ def _in_order(received: Tensor, shape: torch.Size, axis: int, tokens: int) -> Te
     return each.narrow(axis, 0, tokens).reshape(-1, shape[-1]).contiguous()
 
 
-def _largest(rows: Tensor, group: dist.ProcessGroup, sent: Counter[str]) -> Tensor:
+def _global_amax(rows: Tensor, group: dist.ProcessGroup, bytes_sent: Counter[str]) -> Tensor:
     """Return the maximum amax of all ranks, [1, 1]; NaN if any rank has a non-finite element."""
     amax = tile_amax(rows, (WHOLE, WHOLE)).reshape(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
     finite = amax.isfinite()
     # A finite maximum and a flag: some backends lose NaN in a MAX.
     both = torch.cat((torch.where(finite, amax, 0.0), (~finite).to(torch.float32)))
-    sent["maximum"] += both.nbytes
+    bytes_sent["maximum"] += both.nbytes
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return torch.where(both[1:] > 0, torch.nan, both[:1]).reshape(1, 1)
 
@@ -157,7 +159,7 @@ def _refuse(layer: QLinear, role: str) -> str | None:
     return None
 
 
-def travels_as(layer: QLinear, role: str) -> str:
+def describe_traffic(layer: QLinear, role: str) -> str:
     """Describe the message of a layer's gathered input or gradient, for `describe`."""
     reason = _refuse(layer, role)
     if reason is not None:
@@ -173,7 +175,7 @@ def _operand(layer: QLinear, role: str, like: Tensor) -> Operand:
     return Operand(like, plan, context, needs, layer.amax_state(role))
 
 
-def _hand_over(found: DTensor, operand: Operand, reader: QLinear, layers: list[QLinear]) -> None:
+def _cache_casts(found: DTensor, operand: Operand, reader: QLinear, layers: list[QLinear]) -> None:
     whole: Any = local_part(found)
     shared = reader.shared_inputs
     if shared is None:
@@ -191,8 +193,10 @@ def _hand_over(found: DTensor, operand: Operand, reader: QLinear, layers: list[Q
         return
 
     # Layers with the same recipe read the same tensor, so their histories get the same state.
-    alike = [each for each in layers if each is not reader and each.recipe == reader.recipe]
-    windows = [state for each in alike if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None]
+    same_recipe = [each for each in layers if each is not reader and each.recipe == reader.recipe]
+    windows = [
+        state for each in same_recipe if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None
+    ]
     if windows:
         torch._foreach_copy_(windows, [operand.state] * len(windows))
 

@@ -42,17 +42,17 @@ from narrowgauge import manifest, storage
 from narrowgauge.addresses import own
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import replicas, state_tree
-from narrowgauge.distributed.index import STORABLE, Chunk, Index, Stored
-from narrowgauge.distributed.replicas import Told
+from narrowgauge.distributed.index import STORABLE, Chunk, Index, StoredTensor
+from narrowgauge.distributed.replicas import RankFacts
 from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.manifest import INDEX, NAME, SHARD_BYTES, Manifest
 
-INSTEAD = "choose another folder"
+NEXT_STEP = "choose another folder"
 SAMPLE = "Write the checkpoint with narrowgauge.distributed.storage.save."
 
 
 @dataclass(frozen=True)
-class Order:
+class ShardPlan:
     """Instructions from rank 0 to a rank, sent with the final plan.
 
     draft  path of the draft folder
@@ -76,7 +76,7 @@ class ShardWriter(StorageWriter):
         # Set on rank 0 alone, from the creation of the draft folder until its rename.
         self.draft: Path | None = None
         self.save = ""
-        self.told: list[Told] = []
+        self.rank_facts: list[RankFacts] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.draft = None
@@ -87,16 +87,16 @@ class ShardWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
             _refuse_unstorable(item, self.flat.tensors.get(item.index.fqn))
-        return replace(plan, storage_data=replicas.told(plan, self.flat))
+        return replace(plan, storage_data=replicas.rank_facts(plan, self.flat))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.told = [plan.storage_data for plan in plans]
+        self.rank_facts = [plan.storage_data for plan in plans]
         # Stored in every shard: a shard left over from another save is recognized.
         self.save = secrets.token_hex(16)
         total_bytes = sum(_bytes(item) for plan in plans for item in plan.items)
-        values_bytes = len(json.dumps([told.values for told in self.told[:1]]))
+        values_bytes = len(json.dumps([each.values for each in self.rank_facts[:1]]))
         draft = self.folder.with_name(f".tmp-{self.folder.name}-{os.getpid()}")
-        with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+        with storage.refusals("save a checkpoint in", self.folder, NEXT_STEP):
             storage.make_folder(self.folder.parent)
             # Remove drafts of killed saves, and restore a checkpoint that was moved aside, before the
             # free space is measured.
@@ -108,11 +108,11 @@ class ShardWriter(StorageWriter):
             # Set before mkdir, so that `discard` also removes a folder from a failure in between.
             self.draft = draft
             draft.mkdir()
-        return [replace(plan, storage_data=Order(str(draft), self.save, rank)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=ShardPlan(str(draft), self.save, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        order: Order = plan.storage_data
-        draft = Path(order.draft)
+        shard_plan: ShardPlan = plan.storage_data
+        draft = Path(shard_plan.draft)
         # Without a shared file system, rank 0's folder does not exist here.
         if not draft.is_dir():
             raise StorageError(
@@ -121,10 +121,10 @@ class ShardWriter(StorageWriter):
                 code="checkpoint.unshared-folder",
             )
         results: list[WriteResult] = []
-        with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+        with storage.refusals("save a checkpoint in", self.folder, NEXT_STEP):
             for number, (tensors, items) in enumerate(_in_shards(plan.items, planner)):
-                name = f"rank-{order.rank:05d}-{number}.safetensors"
-                data = safetensors.torch.save(tensors, metadata={"save": order.save, "step": str(self.step)})
+                name = f"rank-{shard_plan.rank:05d}-{number}.safetensors"
+                data = safetensors.torch.save(tensors, metadata={"save": shard_plan.save, "step": str(self.step)})
                 storage.write_synced(draft / name, data)
                 listed = manifest.listed(data)
                 results += [WriteResult(item.index, _bytes(item), (name, listed)) for item in items]
@@ -136,8 +136,8 @@ class ShardWriter(StorageWriter):
         written = [result for of_rank in results for result in of_rank]
         # Many chunks report the same file; a dict lists it once.
         files = {name: listed for name, listed in (result.storage_data for result in written)}
-        index = _index(metadata, written, self.told).json()
-        with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+        index = _index(metadata, written, self.rank_facts).json()
+        with storage.refusals("save a checkpoint in", self.folder, NEXT_STEP):
             # Order matters for crash safety: shards are synced, then index, manifest and folder,
             # and the rename comes last.
             storage.write_synced(self.draft / INDEX, index)
@@ -191,36 +191,40 @@ def _bytes(item: WriteItem) -> int:
 def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[dict[str, Tensor], list[WriteItem]]]:
     """Yield a rank's tensors, on the CPU and without shared storage, one file at a time."""
     tensors: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    held: list[WriteItem] = []
+    storages: set[int] = set()
+    batch: list[WriteItem] = []
     size = 0
     for item in items:
-        if held and size + _bytes(item) > SHARD_BYTES:
-            yield tensors, held
-            tensors, taken, held, size = {}, set(), [], 0
+        if batch and size + _bytes(item) > SHARD_BYTES:
+            yield tensors, batch
+            tensors, storages, batch, size = {}, set(), [], 0
         size += _bytes(item)
         resolved = planner.resolve_data(item)
         assert isinstance(resolved, Tensor)
         # safetensors refuses tensors that share a storage.
-        stored = own(indexes.storage_form(resolved.detach()), taken)
+        stored = own(indexes.storage_form(resolved.detach()), storages)
         tensors[indexes.chunk_key(item.index.fqn, tuple(item.index.offset or ()))] = stored
-        held.append(item)
-    if held:
-        yield tensors, held
+        batch.append(item)
+    if batch:
+        yield tensors, batch
 
 
-def _index(metadata: Metadata, written: list[WriteResult], told: list[Told]) -> Index:
-    places = {(result.index.fqn, tuple(result.index.offset or ())): result.storage_data[0] for result in written}
-    paths = {name: path for each in told for name, path in each.paths.items()}
-    tensors: dict[str, Stored] = {}
+def _index(metadata: Metadata, written: list[WriteResult], rank_facts: list[RankFacts]) -> Index:
+    files_of_chunks = {
+        (result.index.fqn, tuple(result.index.offset or ())): result.storage_data[0] for result in written
+    }
+    paths = {name: path for each in rank_facts for name, path in each.paths.items()}
+    tensors: dict[str, StoredTensor] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         chunks = []
         for chunk in entry.chunks:
             offsets = tuple(chunk.offsets)
-            chunks.append(Chunk(offsets, tuple(chunk.sizes), places[name, offsets], indexes.chunk_key(name, offsets)))
-        tensors[name] = Stored(paths[name], entry.properties.dtype, tuple(entry.size), chunks)
-    return Index(tensors, {name: value for each in told for name, value in each.values.items()}, paths)
+            chunks.append(
+                Chunk(offsets, tuple(chunk.sizes), files_of_chunks[name, offsets], indexes.chunk_key(name, offsets))
+            )
+        tensors[name] = StoredTensor(paths[name], entry.properties.dtype, tuple(entry.size), chunks)
+    return Index(tensors, {name: value for each in rank_facts for name, value in each.values.items()}, paths)
 
 
 class ShardReader(StorageReader):
@@ -259,17 +263,17 @@ class ShardReader(StorageReader):
         for item in plan.items:
             chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             files.setdefault(chunk.file, []).append((item, chunk))
-        for file, wanted in files.items():
+        for file, items in files.items():
             shard = indexes.shard(self.folder, file, self.listing)
-            for item, chunk in wanted:
+            for item, chunk in items:
                 stored = self.index.tensors[item.storage_index.fqn]
-                part = indexes.piece(shard, stored, chunk, self.folder / file)
+                part = indexes.read_chunk(shard, stored, chunk, self.folder / file)
                 for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     part = part.narrow(dimension, start, length)
                 with torch.no_grad():
-                    place = planner.resolve_tensor(item).detach()
-                    place.copy_(part)
-                planner.commit_tensor(item, place)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(part)
+                planner.commit_tensor(item, target)
         return _done(None)
 
     @classmethod

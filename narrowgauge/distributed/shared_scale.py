@@ -1,10 +1,11 @@
 """FP8-LM gradient messages (arXiv 2310.18313, section 2.1): shared scales with an adaptive factor.
 
-    amax   max |gradient| of the tensor over all ranks (one small MAX all-reduce per message)
-    scale  amax / (448 mu), float32, the same on every rank
-    codes  E4M3 of gradient / scale, saturating
+    amax            max |gradient| of the tensor over all ranks (one small MAX all-reduce per
+                    message)
+    scale           amax / (448 mu), float32, the same on every rank
+    codes           E4M3 of gradient / scale, saturating
     sum    of the decoded codes in float32, in rank order, times scale
-    mu     starts at 1, at most 2; per tensor
+    mu              starts at 1, at most 2; per tensor
 
 After each message mu is halved if more than 0.001 % of the elements saturated. Otherwise it is
 multiplied by 2 ** (1/1000), so it doubles in 1,000 steps. It is unchanged if the gradient was all
@@ -41,7 +42,7 @@ _SATURATES = E4M3.max * (1 + 2**-22)
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Layout:
     """Layout of tensors in a buffer: the sequence of `lengths` elements, repeated `repeats` times.
 
     No length is zero.
@@ -67,34 +68,34 @@ class Controller:
         """Return mu of the named tensors, float32 [names]."""
         return torch.stack([self._mu.get(name, torch.ones(())).to(device) for name in names])
 
-    def update(self, names: Sequence[str], overflowed: Tensor, numbers: Tensor, judged: Tensor) -> None:
+    def update(self, names: Sequence[str], overflowed: Tensor, elements: Tensor, is_valid: Tensor) -> None:
         """Update mu after a message.
 
         names       of the tensors
         overflowed  [names] saturated elements, summed over ranks
-        numbers     [names] elements in total
-        judged      [names] bool, False for tensors that leave mu unchanged
+        elements    [names] elements in total
+        is_valid    [names] bool, False for tensors that leave mu unchanged
         """
         mu = self.mu(names, overflowed.device)
         grown = (mu * 2 ** (1 / DOUBLING_STEPS)).clamp(max=LARGEST_MU)
-        after = torch.where(overflowed > OVERFLOW_SHARE * numbers, mu / 2, grown)
-        self._mu.update(zip(names, torch.where(judged, after, mu).unbind(), strict=True))
+        after = torch.where(overflowed > OVERFLOW_SHARE * elements, mu / 2, grown)
+        self._mu.update(zip(names, torch.where(is_valid, after, mu).unbind(), strict=True))
 
-    def lengths(self, pieces: Pieces, device: torch.device) -> Tensor:
-        key = pieces.lengths, device
+    def lengths(self, layout: Layout, device: torch.device) -> Tensor:
+        key = layout.lengths, device
         if key not in self._lengths:
-            self._lengths[key] = torch.tensor(pieces.lengths, device=device)
+            self._lengths[key] = torch.tensor(layout.lengths, device=device)
         return self._lengths[key]
 
     def state_dict(self) -> dict[str, float]:
         """Return {name: mu} of the tensors that have been sent."""
         return {name: float(mu) for name, mu in sorted(self._mu.items())}
 
-    def load_state_dict(self, state: Mapping[str, float], known: Sequence[str]) -> None:
-        """Load a `state_dict`; CheckpointError for names outside `known` or invalid values."""
+    def load_state_dict(self, state: Mapping[str, float], known_names: Sequence[str]) -> None:
+        """Load a `state_dict`; CheckpointError for names outside `known_names` or invalid values."""
         for name, mu in state.items():
-            if name not in known:
-                near = closest(name, known)
+            if name not in known_names:
+                near = closest(name, known_names)
                 raise CheckpointError(
                     f"gradient messages: the checkpoint has mu of {name!r}, which this model does not have"
                     f"{f'; closest: {near}' if near else ''}. Load the state of the same model, or begin with none.",
@@ -109,56 +110,56 @@ class Controller:
 
 
 def reduce_scatter(
-    rows: Tensor, pieces: Pieces, link: Link, controller: Controller, elsewhere: Sequence[Link] = ()
+    rows: Tensor, layout: Layout, link: Link, controller: Controller, other_links: Sequence[Link] = ()
 ) -> Tensor:
     """Return the sum over ranks of their row for this rank, float32 [columns].
 
-    rows        [ranks, columns], the same shape on every rank
-    pieces      the tensors in `rows`, read row after row; their elements add up to rows.numel()
-    controller  has mu of each tensor, and is updated
-    elsewhere   links to ranks that reduce other shards or replicas of the same tensors at the same
-                time; they share mu, not the scale
+    rows         [ranks, columns], the same shape on every rank
+    layout       the tensors in `rows`, read row after row; their elements add up to rows.numel()
+    controller   has mu of each tensor, and is updated
+    other_links  links to ranks that reduce other shards or replicas of the same tensors at the same
+                 time; they share mu, not the scale
     """
     ranks, columns = rows.shape
     if link.size == 1 or rows.numel() == 0:
         return rows[link.rank].to(torch.float32)
-    tensors = rows.to(torch.float32).reshape(pieces.repeats, -1)
-    amax = _shared_amax(tensors, pieces, link)
+    tensors = rows.to(torch.float32).reshape(layout.repeats, -1)
+    amax = _shared_amax(tensors, layout, link)
     # mu < 1 leaves headroom above amax, mu > 1 clips the largest elements.
-    scale = FP32(amax / controller.mu(pieces.names, rows.device), E4M3)
-    each = torch.repeat_interleave(scale, controller.lengths(pieces, rows.device), output_size=tensors.shape[1])
+    scale = FP32(amax / controller.mu(layout.names, rows.device), E4M3)
+    each = torch.repeat_interleave(scale, controller.lengths(layout, rows.device), output_size=tensors.shape[1])
     quotients = tensors / each
 
     codes = E4M3.pack(E4M3.encode(quotients)).view(ranks, columns)
-    overflowed = torch.stack([(piece.abs() > _SATURATES).sum() for piece in quotients.split(pieces.lengths, 1)])
-    received = link.to_each(torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1))
+    overflowed = torch.stack([(part.abs() > _SATURATES).sum() for part in quotients.split(layout.lengths, 1)])
+    received = link.all_to_all(torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1))
     overflowed = received[:, columns:].contiguous().view(torch.int64).sum(0)
-    _judge(controller, pieces, overflowed, amax, ranks, elsewhere)
+    _update_mu(controller, layout, overflowed, amax, ranks, other_links)
 
     # Codes are added before the scale: it is the same on all ranks, so one multiplication is
     # enough.
     sum = torch.zeros(columns, dtype=torch.float32, device=rows.device)
     for row in received[:, :columns]:
         sum += E4M3.decode(E4M3.unpack(row, columns))
-    return sum * (each if pieces.repeats == ranks else each.view(ranks, columns)[link.rank])
+    return sum * (each if layout.repeats == ranks else each.view(ranks, columns)[link.rank])
 
 
-def _shared_amax(tensors: Tensor, pieces: Pieces, link: Link) -> Tensor:
+def _shared_amax(tensors: Tensor, layout: Layout, link: Link) -> Tensor:
     """Return the amax of each tensor over the link's ranks, float32 [tensors]; inf if not finite."""
-    amax = torch.stack([piece.abs().amax() for piece in tensors.split(pieces.lengths, 1)])
+    amax = torch.stack([part.abs().amax() for part in tensors.split(layout.lengths, 1)])
     finite = amax.isfinite()
     # Finite maxima and flags in one message: NaN is lost in a MAX on some backends.
-    found = link.maximum(torch.stack((torch.where(finite, amax, 0.0), (~finite).to(torch.float32))))
+    found = link.all_reduce_max(torch.stack((torch.where(finite, amax, 0.0), (~finite).to(torch.float32))))
     return torch.where(found[1] > 0, math.inf, found[0])
 
 
-def _judge(
-    controller: Controller, pieces: Pieces, overflowed: Tensor, amax: Tensor, ranks: int, elsewhere: Sequence[Link]
+def _update_mu(
+    controller: Controller, layout: Layout, overflowed: Tensor, amax: Tensor, ranks: int, other_links: Sequence[Link]
 ) -> None:
-    numbers = controller.lengths(pieces, amax.device) * (pieces.repeats * ranks)
-    seen = torch.stack((overflowed, numbers, (amax > 0).to(torch.int64), amax.isinf().to(torch.int64)))
+    elements = controller.lengths(layout, amax.device) * (layout.repeats * ranks)
+    counts = torch.stack((overflowed, elements, (amax > 0).to(torch.int64), amax.isinf().to(torch.int64)))
     # Ranks with other shards or replicas add their counts, so that all update mu alike.
-    for link in elsewhere:
-        link.sum(seen)
-    overflowed, numbers, some, poisoned = seen.unbind()
-    controller.update(pieces.names, overflowed, numbers, (some > 0) & (poisoned == 0))
+    for link in other_links:
+        link.all_reduce_sum(counts)
+    overflowed, elements, nonzero, nonfinite = counts.unbind()
+    controller.update(layout.names, overflowed, elements, (nonzero > 0) & (nonfinite == 0))

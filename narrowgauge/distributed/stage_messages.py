@@ -40,7 +40,7 @@ _AXES = 5
 _PERIOD = _AXES - 1
 
 
-def is_packed(x: Any) -> bool:
+def is_sent_as_codes(x: Any) -> bool:
     """Return True for tensors that are sent as codes."""
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in _DTYPES and x.ndim > 0
 
@@ -57,7 +57,7 @@ def message_like(x: Tensor) -> Tensor:
     Use it for `input_args` and `output_args` of a PipelineStage. It is on x's device, which may be
     "meta", and requires gradients if x does. Returns x itself if x is sent unchanged.
     """
-    if not is_packed(x):
+    if not is_sent_as_codes(x):
         return x
     tiles, rest = divmod(x.shape[-1], TILE)
     axes = [1] * _AXES
@@ -72,12 +72,12 @@ def encode(x: Tensor) -> Tensor:
     tiles, rest = divmod(columns, TILE)
     rows = x.reshape(x.shape[:-1].numel(), columns)
     q = quantize(rows[:, : tiles * TILE], MESSAGE)
-    codes, whole = E4M3.pack(q.data), _elements(tiles, x.dtype)
+    codes, code_elements = E4M3.pack(q.data), _elements(tiles, x.dtype)
     # A fresh tensor and not a view: schedules call detach_() on a stage's outputs.
     message = message_like(x.detach())
-    elements = message.view(len(rows), whole + rest)
-    elements[:, whole:] = rows[:, tiles * TILE :]
-    body = elements.view(torch.uint8)[:, : whole * x.dtype.itemsize]
+    elements = message.view(len(rows), code_elements + rest)
+    elements[:, code_elements:] = rows[:, tiles * TILE :]
+    body = elements.view(torch.uint8)[:, : code_elements * x.dtype.itemsize]
     # The top byte of each element is a code, never a scale. Read as bfloat16 or float32, a message
     # of finite values is then finite too: NaN checks (anomaly mode, NCCL) raise no false alarm.
     body[:, 0 : 2 * tiles : 2] = E8M0.encode(q.scale)
@@ -93,9 +93,9 @@ def decode(message: Tensor) -> Tensor:
     columns = columns_of(message)
     tiles, rest = divmod(columns, TILE)
     leading, dtype = message.shape[:-_AXES], message.dtype
-    whole = _elements(tiles, dtype)
-    rows = message.reshape(leading.numel(), whole + rest)
-    body = rows[:, :whole].flatten().view(torch.uint8).view(len(rows), whole * dtype.itemsize)
+    code_elements = _elements(tiles, dtype)
+    rows = message.reshape(leading.numel(), code_elements + rest)
+    body = rows[:, :code_elements].flatten().view(torch.uint8).view(len(rows), code_elements * dtype.itemsize)
     codes = torch.cat((body[:, 1 : 2 * tiles : 2], body[:, 2 * tiles : (TILE + 1) * tiles]), dim=1)
     scale = E8M0.decode(body[:, 0 : 2 * tiles : 2].contiguous())
     q = QTensor(data=E4M3.unpack(codes, tiles * TILE), scale=scale, cast=MESSAGE, inner=tiles * TILE)
@@ -103,7 +103,7 @@ def decode(message: Tensor) -> Tensor:
     # Rounding up may pass the largest value of the dtype.
     x = dequantize(q).clamp_(-limit, limit).to(dtype)
     if rest:
-        x = torch.cat((x, rows[:, whole:]), dim=1)
+        x = torch.cat((x, rows[:, code_elements:]), dim=1)
     return x.reshape(*leading, columns)
 
 
@@ -113,17 +113,17 @@ def columns_of(message: Tensor) -> int:
     Raises ShapeError for a tensor that is not a message.
     """
     axes, size = list(message.shape[-_AXES:]), message.dtype.itemsize
-    places = [place for place, length in enumerate(axes) if length != 1]
-    if len(axes) == _AXES and not places:
+    long_axes = [axis for axis, length in enumerate(axes) if length != 1]
+    if len(axes) == _AXES and not long_axes:
         return 1
-    if len(axes) == _AXES and len(places) == 1:
-        place, elements = places[0], axes[places[0]]
-        tiles = (elements - bool(place)) * size // (TILE + 1)
+    if len(axes) == _AXES and len(long_axes) == 1:
+        axis, elements = long_axes[0], axes[long_axes[0]]
+        tiles = (elements - bool(axis)) * size // (TILE + 1)
         # Several (B, r) pairs give the same width: B modulo 4 selects the right one.
-        while place and tiles % _PERIOD != place - 1:
+        while axis and tiles % _PERIOD != axis - 1:
             tiles -= 1
         rest = elements - _elements(tiles, message.dtype)
-        if tiles >= 0 and (0 < rest < TILE if place else rest == 0):
+        if tiles >= 0 and (0 < rest < TILE if axis else rest == 0):
             return tiles * TILE + rest
     raise ShapeError(
         f"pipeline: a stage got {list(message.shape)} {message.dtype}, which is no message in 8 bits. "
@@ -136,10 +136,10 @@ def _elements(tiles: int, dtype: torch.dtype) -> int:
     return -(-tiles * (TILE + 1) // dtype.itemsize)
 
 
-_WAY_ON = 'Send 16 bits: distribute(stage, activations="16bit").'
+_NEXT_STEP = 'Send 16 bits: distribute(stage, activations="16bit").'
 
 
-class Pack(torch.autograd.Function):
+class EncodeMessage(torch.autograd.Function):
     """Encode a stage's output; backward decodes the message of its gradient."""
 
     @staticmethod
@@ -147,22 +147,22 @@ class Pack(torch.autograd.Function):
         return encode(x)
 
     @staticmethod
-    @no_double_backward("a message between stages", _WAY_ON)
+    @no_double_backward("a message between stages", _NEXT_STEP)
     def backward(ctx: Any, message: Tensor) -> Tensor:
         return decode(message)
 
 
-class Unpack(torch.autograd.Function):
-    """Decode a stage's input; backward encodes its gradient and calls sent(message)."""
+class DecodeMessage(torch.autograd.Function):
+    """Decode a stage's input; backward encodes its gradient and calls on_send(message)."""
 
     @staticmethod
-    def forward(ctx: Any, message: Tensor, sent: Any) -> Tensor:
-        ctx.sent = sent
+    def forward(ctx: Any, message: Tensor, on_send: Any) -> Tensor:
+        ctx.on_send = on_send
         return decode(message)
 
     @staticmethod
-    @no_double_backward("a message between stages", _WAY_ON)
+    @no_double_backward("a message between stages", _NEXT_STEP)
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         message = encode(gradient)
-        ctx.sent(message)
+        ctx.on_send(message)
         return message, None

@@ -79,18 +79,18 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
                     code="checkpoint.key",
                 )
             yield from _leaves(value, [*path, key])
-    elif type(tree) in (list, tuple) and _holds_tensors(tree):
+    elif type(tree) in (list, tuple) and _has_tensors(tree):
         for place, value in enumerate(tree):
             yield from _leaves(value, [*path, [type(tree).__name__, place]])
     else:
         yield path, tree
 
 
-def _holds_tensors(tree: Any) -> bool:
+def _has_tensors(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return True
     parts = tree.values() if isinstance(tree, Mapping) else tree if type(tree) in (list, tuple) else ()
-    return any(map(_holds_tensors, parts))
+    return any(map(_has_tensors, parts))
 
 
 def _name(path: Path) -> str:
@@ -157,7 +157,7 @@ def unflatten(paths: Mapping[str, Path], leaves: Mapping[str, Any]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     """Position in a list or tuple."""
 
     kind: str
@@ -165,7 +165,7 @@ class _Place:
 
 
 def _key(step: Any) -> Any:
-    return _Place(*step) if isinstance(step, list) else step
+    return _Position(*step) if isinstance(step, list) else step
 
 
 class _Node(dict[Any, Any]):
@@ -177,7 +177,7 @@ def _built(node: Any) -> Any:
     if not isinstance(node, _Node):
         return node
     parts = {key: _built(part) for key, part in node.items()}
-    places = [key for key in parts if isinstance(key, _Place)]
+    places = [key for key in parts if isinstance(key, _Position)]
     if not places:
         return parts
     kind = places[0].kind
@@ -186,7 +186,7 @@ def _built(node: Any) -> Any:
         (kind, i) for i in range(len(places))
     }:
         raise ValueError("a list has missing or foreign parts")
-    ordered = [parts[_Place(kind, number)] for number in range(len(places))]
+    ordered = [parts[_Position(kind, number)] for number in range(len(places))]
     return tuple(ordered) if kind == "tuple" else ordered
 
 
@@ -200,7 +200,7 @@ def fill(tree: Any, values: Mapping[str, Any], path: Path | None = None) -> Any:
         for key in tree:
             tree[key] = fill(tree[key], values, [*path, key])
         return tree
-    if type(tree) in (list, tuple) and _holds_tensors(tree):
+    if type(tree) in (list, tuple) and _has_tensors(tree):
         parts = [fill(part, values, [*path, [type(tree).__name__, place]]) for place, part in enumerate(tree)]
         if isinstance(tree, tuple):
             return tuple(parts)

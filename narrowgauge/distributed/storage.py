@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from narrowgauge import manifest
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import state_tree
+from narrowgauge.distributed.all_ranks import Group, first_rank_error, rank_and_world, run_on_all_ranks
 from narrowgauge.distributed.index import Index
-from narrowgauge.distributed.replicas import AgreedSavePlanner
+from narrowgauge.distributed.replicas import CheckedSavePlanner
 from narrowgauge.distributed.shards import ShardReader, ShardWriter
-from narrowgauge.distributed.together import Group, one_sentence, rank_and_world, together
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.manifest import NAME, STEP, Manifest
 
@@ -64,18 +64,20 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
     folder = Path(folder).absolute()
 
     def prepare() -> ShardWriter:
-        _refuse_other_folder(folder)
+        _require_checkpoint_folder(folder)
         step = int(folder.name[5:]) if STEP.fullmatch(folder.name) else 0
         return ShardWriter(folder, state_tree.flatten(state_dict), step)
 
     # A relative path may resolve to another folder on another rank.
-    writer = together(prepare, process_group, compare=lambda writer: str(writer.folder), what="save: the folder")
+    writer = run_on_all_ranks(
+        prepare, process_group, compare=lambda writer: str(writer.folder), what="save: the folder"
+    )
     try:
-        with one_sentence(process_group):
+        with first_rank_error(process_group):
             planned_save(
                 dict(writer.flat.tensors),
                 storage_writer=writer,
-                planner=AgreedSavePlanner(),
+                planner=CheckedSavePlanner(),
                 process_group=process_group,
             )
     except BaseException as error:
@@ -114,19 +116,19 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
         return listing, hashlib.sha256(listing.signed()).hexdigest()
 
     # Ranks must see the same manifest; without a shared file system they may not.
-    found = together(look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint")
+    found = run_on_all_ranks(look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint")
 
     def check() -> Index:
-        own = _share(found[0], rank, world)
+        own = _files_of_rank(found[0], rank, world)
         for name in own:
             indexes.verified(folder, name, found[0])
         index = indexes.read(folder, found[0])
         chunks = dict(indexes.by_file(index.tensors))
         for name in own:
-            indexes.refuse_other_chunks(folder / name, chunks.get(name, ()))
+            indexes.check_header(folder / name, chunks.get(name, ()))
         return index
 
-    return folder, found[0], together(check, process_group)
+    return folder, found[0], run_on_all_ranks(check, process_group)
 
 
 def load_opened(
@@ -135,15 +137,15 @@ def load_opened(
     """Load a checkpoint that `opened` has verified; arguments as in `load`."""
 
     # A collective, so it must not run inside `fit`, which may raise on one rank.
-    foreign = set() if partial else _of_nobody(state_dict, index, process_group)
+    foreign = set() if partial else _entries_read_by_no_rank(state_dict, index, process_group)
 
     def fit() -> tuple[state_tree.Flat, dict[str, Any]]:
         flat = state_tree.flatten(state_dict)
-        _refuse_unfit(flat, index, folder, foreign)
+        _require_matching_state(flat, index, folder, foreign)
         return flat, {name: state_tree.decode(index.values[name]) for name in flat.values}
 
-    flat, values = together(fit, process_group)
-    with one_sentence(process_group):
+    flat, values = run_on_all_ranks(fit, process_group)
+    with first_rank_error(process_group):
         planned_load(
             dict(flat.tensors),
             storage_reader=ShardReader(folder, listing, index),
@@ -165,17 +167,17 @@ def read(folder: Path | str, only: str = "") -> dict[str, Any]:
     listing, index = _index_of(folder)
     index = index.part(lambda key: only in ("", key))
     # Tied names share one list of chunks, so they are read into one tensor.
-    room: dict[int, Tensor] = {}
-    whole = {
-        name: room.setdefault(id(stored.chunks), torch.empty(stored.shape, dtype=stored.dtype))
+    by_chunks: dict[int, Tensor] = {}
+    tensors = {
+        name: by_chunks.setdefault(id(stored.chunks), torch.empty(stored.shape, dtype=stored.dtype))
         for name, stored in index.tensors.items()
     }
-    for file, wanted in indexes.by_file(index.tensors):
+    for file, chunks_of_file in indexes.by_file(index.tensors):
         shard = indexes.shard(folder, file, listing)
-        for name, stored, chunk in wanted:
+        for name, stored, chunk in chunks_of_file:
             box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[name][box].copy_(indexes.piece(shard, stored, chunk, folder / file))
-    return index.tree(whole, folder)
+            tensors[name][box].copy_(indexes.read_chunk(shard, stored, chunk, folder / file))
+    return index.tree(tensors, folder)
 
 
 def verify(folder: Path | str) -> None:
@@ -186,10 +188,10 @@ def verify(folder: Path | str) -> None:
     # Files without chunks, such as index.json.
     for file in listing.files.keys() - chunks:
         indexes.verified(folder, file, listing)
-    for file, wanted in chunks.items():
+    for file, chunks_of_file in chunks.items():
         shard = indexes.shard(folder, file, listing)
-        for _, stored, chunk in wanted:
-            indexes.piece(shard, stored, chunk, folder / file)
+        for _, stored, chunk in chunks_of_file:
+            indexes.read_chunk(shard, stored, chunk, folder / file)
 
 
 def _index_of(folder: Path) -> tuple[Manifest, Index]:
@@ -203,7 +205,7 @@ def _index_of(folder: Path) -> tuple[Manifest, Index]:
     return listing, indexes.read(folder, listing)
 
 
-def _refuse_other_folder(folder: Path) -> None:
+def _require_checkpoint_folder(folder: Path) -> None:
     """Raise CheckpointError unless the folder is absent, empty or a checkpoint."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(
@@ -216,20 +218,20 @@ def _refuse_other_folder(folder: Path) -> None:
         )
 
 
-def _of_nobody(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
+def _entries_read_by_no_rank(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
     """Return the checkpoint's entries that no rank reads.
 
     An entry may belong to one rank alone, so all ranks must lack it before it counts as foreign.
     """
-    unread = together(lambda: set(index.paths) - set(state_tree.flatten(state_dict).paths), process_group)
-    told: list[Any] = [unread]
+    unread = run_on_all_ranks(lambda: set(index.paths) - set(state_tree.flatten(state_dict).paths), process_group)
+    unread_by_rank: list[Any] = [unread]
     if (world := rank_and_world(process_group)[1]) > 1:
-        told = [None] * world
-        dist.all_gather_object(told, unread, group=process_group)
-    return set.intersection(*told)
+        unread_by_rank = [None] * world
+        dist.all_gather_object(unread_by_rank, unread, group=process_group)
+    return set.intersection(*unread_by_rank)
 
 
-def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: set[str]) -> None:
+def _require_matching_state(flat: state_tree.Flat, index: Index, folder: Path, foreign: set[str]) -> None:
     """Raise CheckpointError for a checkpoint of another model, recipe or optimizer.
 
     Nothing is converted or filled in silently.
@@ -239,10 +241,10 @@ def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: se
     for name, tensor in flat.tensors.items():
         stored = index.tensors.get(name)
         if stored is not None:
-            there, here = (f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in (
+            stored_form, own_form = (f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in (
                 (stored.dtype, stored.shape), (tensor.dtype, tensor.shape)))  # fmt: skip
-            if there != here:
-                clauses.append(f"{name} is {there}, here {here}")
+            if stored_form != own_form:
+                clauses.append(f"{name} is {stored_form}, here {own_form}")
             elif tensor.is_meta:
                 clauses.append(f"{name} is a meta tensor here, without memory")
         elif name in index.values:
@@ -257,7 +259,7 @@ def _refuse_unfit(flat: state_tree.Flat, index: Index, folder: Path, foreign: se
         )
 
 
-def _share(listing: Manifest, rank: int, world: int) -> list[str]:
+def _files_of_rank(listing: Manifest, rank: int, world: int) -> list[str]:
     """Return the files that this rank verifies.
 
     Greedy: the largest file first, each to the rank with the fewest bytes so far.

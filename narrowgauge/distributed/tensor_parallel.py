@@ -56,14 +56,14 @@ class SequenceMessages:
     mesh         one-dimensional mesh of tensor parallelism
     axis         index of the token axis
     activations  "fp8" or "16bit"
-    sent         bytes of complete messages given to collectives by this rank, by kind
+    bytes_sent   bytes of complete messages given to collectives by this rank, by kind
     """
 
     module: nn.Module
     mesh: DeviceMesh
     axis: int
     activations: str
-    sent: Counter[str] = field(default_factory=Counter)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
 
     def readers(self) -> Iterator[QLinear]:
         """Yield the column-wise layers of the module, in order of definition."""
@@ -93,10 +93,10 @@ class SequenceMessages:
 
     def gathered(self, x: DTensor, role: str, layers: Iterable[QLinear]) -> DTensor:
         """All-gather x (or an output gradient) as codes, and cache its casts for `layers`."""
-        return messages.gather(x, self.axis, role, list(layers), self.sent)
+        return messages.gather(x, self.axis, role, list(layers), self.bytes_sent)
 
     def summed(self, parts: DTensor) -> DTensor:
-        return messages.reduce_scatter(parts, self.axis, self.sent)
+        return messages.reduce_scatter(parts, self.axis, self.bytes_sent)
 
 
 @constant_while_compiling
@@ -136,8 +136,8 @@ class _ScatterOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         via, along = ctx.via, Shard(ctx.via.axis)
         # The next layer may return a replicated gradient: slice it to this rank's tokens first.
-        cut = gradient if gradient.placements == (along,) else gradient.redistribute(placements=(along,))
-        return via.gathered(cut, "gy", [via.module] if isinstance(via.module, QLinear) else []), None
+        own = gradient if gradient.placements == (along,) else gradient.redistribute(placements=(along,))
+        return via.gathered(own, "gy", [via.module] if isinstance(via.module, QLinear) else []), None
 
 
 class GatherInput(styles.PrepareModuleInput):
@@ -199,7 +199,7 @@ class RowwiseParallel(styles.RowwiseParallel):
     ) -> None:
         # torch's style must leave the partial sums alone: `scatter` below reduces them in FP8.
         super().__init__(input_layouts=input_layouts, output_layouts=Partial(), use_local_output=False)
-        self.axis, self.activations, self.gives_local = axis, _checked(activations), use_local_output
+        self.axis, self.activations, self.returns_local = axis, _checked(activations), use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -212,8 +212,8 @@ class RowwiseParallel(styles.RowwiseParallel):
 
         def scatter(_: nn.Module, __: Any, y: Tensor) -> Tensor:
             assert isinstance(y, DTensor)
-            cut = via.scatter_output(y)
-            return cut.to_local() if self.gives_local else cut
+            own = via.scatter_output(y)
+            return own.to_local() if self.returns_local else own
 
         module.register_forward_hook(scatter)
         return module

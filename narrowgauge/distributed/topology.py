@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.torch_private import (
+    exclude_from_ddp,
+    exclude_from_future_ddp,
     gathered_parameters,
-    leave_out_of_ddp,
-    leave_out_of_later_ddp,
     parameter_group,
     parameters_of_ddp,
 )
@@ -44,7 +44,7 @@ class Topology:
     replicas: tuple[dist.ProcessGroup, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, replicas: dist.ProcessGroup | None) -> Topology:
+    def detect(cls, model: nn.Module, replicas: dist.ProcessGroup | None) -> Topology:
         """Return the topology of a model. Raises ConfigError for FSDP1 (FullyShardedDataParallel).
 
         replicas  data-parallel group of a loop that reduces gradients itself; used if no wrapper
@@ -82,11 +82,11 @@ class Topology:
     @property
     def replica(self) -> tuple[int, int]:
         """(index, count) of this rank among the data-parallel ranks."""
-        number, count = 0, 1
+        index, count = 0, 1
         for group in self.replicas:
             size = dist.get_world_size(group)
-            number, count = number * size + dist.get_rank(group), count * size
-        return number, count
+            index, count = index * size + dist.get_rank(group), count * size
+        return index, count
 
     def groups_of(self, layer: QLinear) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups that synchronize a layer's state: all ranks with a shard or copy."""
@@ -118,22 +118,22 @@ class Topology:
                 found[role] = f"{found.get(role, '')}{dim}:{weight.device_mesh.get_local_rank(dim)} "
         return found
 
-    def refuse_steps_that_nobody_sums(self, layers: Mapping[QLinear, str]) -> None:
+    def require_reduced_step_sizes(self, layers: Mapping[QLinear, str]) -> None:
         """Raise ConfigError for learned step sizes that DDP or fully_shard does not reduce.
 
         Parameters added after wrapping, or ignored by the wrapper, would get different gradients on
         each rank.
         """
-        copied = {id(each) for ddp in self.ddp for each in parameters_of_ddp(ddp)}
+        reduced = {id(each) for ddp in self.ddp for each in parameters_of_ddp(ddp)}
         # Pipeline schedules gather before the first forward pass: module.parameters() may then hold
         # the gathered tensors.
-        copied |= {id(each) for module in self.fsdp for each in gathered_parameters(module)}
+        reduced |= {id(each) for module in self.fsdp for each in gathered_parameters(module)}
         for layer, name in layers.items():
             for step in layer.steps.parameters() if layer.steps is not None else ():
                 if (
                     step.requires_grad
                     and (self.fsdp or self.ddp)
-                    and id(step) not in copied
+                    and id(step) not in reduced
                     and not isinstance(step, DTensor)
                 ):
                     wrapper = "fully_shard" if self.fsdp else "DistributedDataParallel"
@@ -145,7 +145,7 @@ class Topology:
                         code="distribute.learned-steps",
                     )
 
-    def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
+    def exclude_from_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
         """Exclude the layers' buffers, and frozen weights stored as codes, from DDP's broadcasts.
 
         model   the model, possibly wrapped in DDP later
@@ -164,9 +164,9 @@ class Topology:
 
         # A framework may wrap the model in DDP after `distribute`.
         if not self.ddp:
-            leave_out_of_later_ddp(model, names_in(model))
+            exclude_from_future_ddp(model, names_in(model))
         for each in self.ddp:
-            leave_out_of_ddp(each, set(names_in(each.module)))
+            exclude_from_ddp(each, set(names_in(each.module)))
 
 
 def _add(groups: list[dist.ProcessGroup], group: dist.ProcessGroup) -> None:

@@ -23,15 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.errors import BackendError
 
 __all__ = [
-    "STAGES", "DefaultReduceScatter", "ReduceScatter", "ddp_around", "gathered_parameters",
-    "has_compiled", "in_backward", "is_rehearsal", "leave_out_of_ddp",
-    "leave_out_of_later_ddp",
-    "local_tensor", "parameter_group", "parameters_of_ddp",
+    "STAGES", "DefaultReduceScatter", "ReduceScatter", "enclosing_ddp", "exclude_from_ddp",
+    "exclude_from_future_ddp", "gathered_parameters", "has_compiled", "in_backward",
+    "is_shape_inference", "local_tensor", "parameter_group", "parameters_of_ddp",
 ]  # fmt: skip
 
 STAGES = "torch.distributed.pipelining.stage"
 # Methods of PipelineStage that run its module for a micro-batch.
-TRAINING = ("forward_maybe_with_nosync", "forward_one_chunk")
+MICRO_BATCH_METHODS = ("forward_maybe_with_nosync", "forward_one_chunk")
 
 
 def in_backward() -> bool:
@@ -75,25 +74,25 @@ def parameters_of_ddp(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return list(getattr(ddp, "_module_parameters", ()))
 
 
-def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
+def enclosing_ddp(module: nn.Module) -> DistributedDataParallel | None:
     """Return the DDP whose forward pass is running, if it contains `module`; else None."""
     active = DistributedDataParallel._active_ddp_module
     return active if active is not None and any(each is module for each in active.modules()) else None
 
 
-def leave_out_of_ddp(ddp: DistributedDataParallel, names: Collection[str]) -> None:
+def exclude_from_ddp(ddp: DistributedDataParallel, names: Collection[str]) -> None:
     """Stop an existing DDP module from broadcasting the named buffers."""
     ddp.parameters_to_ignore |= set(names)
     # DDP computed its list of buffers in the constructor: compute it again.
     ddp._assign_modules_buffers()
 
 
-def leave_out_of_later_ddp(model: nn.Module, names: Collection[str]) -> None:
+def exclude_from_future_ddp(model: nn.Module, names: Collection[str]) -> None:
     """Stop a DDP module that wraps `model` later from broadcasting the named buffers."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
 
 
-def is_rehearsal() -> bool:
+def is_shape_inference() -> bool:
     """Return True if a PipelineStage runs the current module only to infer shapes.
 
     False if no PipelineStage called it. A stage without explicit message shapes infers them by
@@ -114,10 +113,10 @@ def is_rehearsal() -> bool:
         frame = frame.f_back
     if frame is None:
         return False
-    if not any(hasattr(module.PipelineStage, name) for name in TRAINING):
+    if not any(hasattr(module.PipelineStage, name) for name in MICRO_BATCH_METHODS):
         raise BackendError(
-            f"distribute: PipelineStage of this torch has none of the methods {', '.join(TRAINING)}, so a micro-batch cannot be told "
-            "from the pass that finds shapes. Use torch 2.13.",
+            f"distribute: PipelineStage of this torch has none of the methods {', '.join(MICRO_BATCH_METHODS)}, so a "
+            "micro-batch cannot be told from the pass that finds shapes. Use torch 2.13.",
             code="pipeline.old-torch",
         )
-    return frame.f_code.co_name not in TRAINING
+    return frame.f_code.co_name not in MICRO_BATCH_METHODS

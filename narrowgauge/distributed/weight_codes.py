@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed.weight_scales import Rows, Spread, Statistic, TileAmaxes
+from narrowgauge.distributed.weight_scales import RootMeanSquare, Rows, Statistic, TileAmaxes
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
@@ -32,7 +32,7 @@ from narrowgauge.scaling import WHOLE
 
 def coder_of(
     recipe: Recipe, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]
-) -> Recast | StraightThrough:
+) -> QuantizedCoder | StraightThroughCoder:
     """Return the coder of a weight.
 
     recipe   of the layer
@@ -42,11 +42,11 @@ def coder_of(
     window   returns the amax state of the weight under delayed scaling, else None
     """
     if recipe.backward == "straight-through":
-        return StraightThrough(plan, shard, columns)
-    return Recast(plan, shard, columns, window)
+        return StraightThroughCoder(plan, shard, columns)
+    return QuantizedCoder(plan, shard, columns, window)
 
 
-class Recast:
+class QuantizedCoder:
     """Coder of recipes that quantize w and w.T separately, each from the master weight."""
 
     def __init__(self, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]) -> None:
@@ -55,9 +55,11 @@ class Recast:
         assert rows is not None and cols is not None
         # One set of codes serves both GEMMs only if w.T is quantized exactly as w is.
         self.has_two_sets = rows != cols or not rows.is_symmetric or plan.rows_rotate is not None
-        self.turned = rotated_length(columns, plan.rows_rotate)
-        self.width = max(packed_length(rows, self.turned), packed_length(cols, columns) if self.has_two_sets else 0)
-        self.amaxes = {"rows": TileAmaxes(shard, rows, rows.tile, partial(_turned, plan))}
+        self.rotated_columns = rotated_length(columns, plan.rows_rotate)
+        self.width = max(
+            packed_length(rows, self.rotated_columns), packed_length(cols, columns) if self.has_two_sets else 0
+        )
+        self.amaxes = {"rows": TileAmaxes(shard, rows, rows.tile, partial(_rotated, plan))}
         if self.has_two_sets:
             self.amaxes["cols"] = TileAmaxes(shard, cols, (cols.tile[1], cols.tile[0]), Rotation())
 
@@ -65,16 +67,16 @@ class Recast:
     def statistics(self) -> tuple[Statistic, ...]:
         return tuple(self.amaxes.values())
 
-    def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
+    def encode(self, shard: Tensor, orientation: str, use_history: bool) -> Tensor:
         """Quantize this rank's rows to uint8 [count, width], row-major in w.
 
-        which    "rows": the cast of w; "cols": the cast of w.T
-        records  scale by the amax history, if scaling is delayed
+        orientation  "rows": the cast of w; "cols": the cast of w.T
+        use_history  scale by the amax history, if scaling is delayed
         """
-        found = self.amaxes[which]
-        x, amax = found.aligned(shard), found.own()
+        found = self.amaxes[orientation]
+        x, amax = found.padded_to_tiles(shard), found.local_amaxes()
         if self.plan.is_delayed:
-            amax = self._amax(records)
+            amax = self._amax(use_history)
         elif found.cast.scale.two_level and found.tile[0] != WHOLE:
             # Two-level scaling derives its tensor-wide scale from the largest tile. Append that
             # amax above rows of zeros, so that a rank's own rows give the same tensor-wide scale.
@@ -82,7 +84,7 @@ class Recast:
             length = -(-x.shape[0] // found.tile[0]) * found.tile[0]
             x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[0] + found.tile[0]))
             amax = torch.cat((amax, found.amax.amax().expand(1, amax.shape[1])))
-        if which == "rows":
+        if orientation == "rows":
             codes = quantize(x, found.cast, amax=amax).one_to_a_byte()
         else:
             # Stored row-major in w although w.T is quantized: FSDP shards rows of w.
@@ -91,33 +93,33 @@ class Recast:
         codes = codes[found.rows_before : found.rows_before + len(shard)].contiguous()
         return found.cast.format.pack(codes)
 
-    def _amax(self, records: bool) -> Tensor:
+    def _amax(self, use_history: bool) -> Tensor:
         """Return the amax for delayed scaling, [1, 1].
 
-        It comes from the amax history if `records`, else from the weight itself (evaluation).
+        It comes from the amax history if `use_history`, else from the weight itself (evaluation).
         """
         own, state = self.amaxes["rows"].amax, self.window()
         assert own is not None and state is not None
-        return update_amax(state, own, records=False) if records else own
+        return update_amax(state, own, records=False) if use_history else own
 
     def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
-        plan, which = operand.plan, "cols" if operand.is_restored and self.has_two_sets else "rows"
-        found = self.amaxes[which]
+        plan, orientation = operand.plan, "cols" if operand.is_restored and self.has_two_sets else "rows"
+        found = self.amaxes[orientation]
         amax, cast = found.amax, found.cast
         assert amax is not None
         if plan.is_delayed and not operand.is_restored:
-            state, records = operand.state, operand.context.records
-            casts.amax = update_amax(state, amax, records=True) if state is not None and records else amax
+            state, use_history = operand.state, operand.context.records
+            casts.amax = update_amax(state, amax, records=True) if state is not None and use_history else amax
         if plan.is_delayed and casts.amax is not None:
             amax = casts.amax
         if not operand.is_restored:
-            casts.rows = self._tensor(cast, data, self.turned, amax, plan.rows_expand)
+            casts.rows = self._tensor(cast, data, self.rotated_columns, amax, plan.rows_expand)
             return
         length = self.columns
         codes = cast.format.unpack(data[:, : packed_length(cast, length)].contiguous(), length)
         # Transpose after the gather, since the bytes arrived row-major in w.
-        turned = cast.format.pack(codes.T.contiguous())
-        casts.cols = self._tensor(cast, turned, data.shape[0], amax.T.contiguous(), plan.cols_expand)
+        transposed = cast.format.pack(codes.T.contiguous())
+        casts.cols = self._tensor(cast, transposed, data.shape[0], amax.T.contiguous(), plan.cols_expand)
 
     def _tensor(self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None) -> QTensor:
         # Every rank derives the scales from the exchanged amaxes: they are not part of the message.
@@ -129,7 +131,7 @@ class Recast:
         return found if expand is None else found.expanded(expand)
 
 
-class StraightThrough:
+class StraightThroughCoder:
     """Coder of straight-through recipes: the output GEMM's codes, and one bit per unclipped element."""
 
     has_two_sets = False
@@ -141,9 +143,11 @@ class StraightThrough:
         self.inner = rotated_length(columns, plan.rows_rotate)
         self.packed = packed_length(self.cast, self.inner)
         self.width = self.packed + -(-self.inner // 8)
-        self.statistic: Spread | TileAmaxes = TileAmaxes(shard, self.cast, (WHOLE, WHOLE), partial(_turned, plan))
+        self.statistic: RootMeanSquare | TileAmaxes = TileAmaxes(
+            shard, self.cast, (WHOLE, WHOLE), partial(_rotated, plan)
+        )
         if is_by_norm(self.cast):
-            self.statistic = Spread(shard)
+            self.statistic = RootMeanSquare(shard)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -151,19 +155,19 @@ class StraightThrough:
 
     def _scale(self) -> Tensor:
         found = self.statistic
-        if isinstance(found, Spread):
+        if isinstance(found, RootMeanSquare):
             assert found.rms is not None
             return scale_of_spread(self.cast, found.rms, self.columns, self.plan.rows_rotate)
         assert found.amax is not None
         return self.cast.scale(found.amax, self.cast.format)
 
-    def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
+    def encode(self, shard: Tensor, orientation: str, use_history: bool) -> Tensor:
         hadamard, format, scale = self.plan.rows_rotate, self.cast.format, self._scale()
         if hadamard is not None and in_one_pass(shard, hadamard, format):
             signs = Rotation.draw(hadamard, shard).signs
             found = rotate_and_encode(shard, hadamard, signs, scale, format, packed=True, bits=True)
         else:
-            found = encode(_turned(self.plan, shard).to(torch.float32), scale, format, packed=True, bits=True)
+            found = encode(_rotated(self.plan, shard).to(torch.float32), scale, format, packed=True, bits=True)
         # Codes and bits of one row are adjacent, so each row of the message is self-contained.
         assert found.packed is not None and found.bits is not None
         return torch.cat((found.packed, found.bits), dim=1)
@@ -180,6 +184,6 @@ def packed_length(cast: Cast, length: int) -> int:
     return -(-length // cast.format.codes_per_byte)
 
 
-def _turned(plan: OperandPlan, x: Tensor) -> Tensor:
+def _rotated(plan: OperandPlan, x: Tensor) -> Tensor:
     """Return x in the basis in which the output GEMM quantizes it (rotated if the recipe rotates)."""
     return Rotation.draw(plan.rows_rotate, x)(x)

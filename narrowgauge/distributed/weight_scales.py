@@ -38,28 +38,28 @@ _MANTISSA = 23
 class Rows:
     """The rows of a weight on this rank.
 
-    whole         N, rows of the full weight
+    total         N, rows of the full weight
     world         S, number of ranks
     rank          of this process
     padded        P, rows per rank with padding
     first, count  this rank's first row and number of rows
     """
 
-    whole: int
+    total: int
     world: int
     rank: int
 
     @property
     def padded(self) -> int:
-        return -(-self.whole // self.world)
+        return -(-self.total // self.world)
 
     @property
     def first(self) -> int:
-        return min(self.rank * self.padded, self.whole)
+        return min(self.rank * self.padded, self.total)
 
     @property
     def count(self) -> int:
-        return min(self.padded, self.whole - self.first)
+        return min(self.padded, self.total - self.first)
 
 
 class Statistic(Protocol):
@@ -80,25 +80,25 @@ class Statistic(Protocol):
 class TileAmaxes:
     """Amax of each tile of w.
 
-    rows  this rank's rows
-    cast  of the weight
-    tile  (r, c) rows and columns of w
-    turn  rotates a tensor as the cast does
-    amax  [ceil(N / r), ceil(K / c)] float32, set by `take`; for power-of-two rules, values that
-          give the same scales
+    rows    this rank's rows
+    cast    of the weight
+    tile    (r, c) rows and columns of w
+    rotate  rotates a tensor as the cast does
+    amax    [ceil(N / r), ceil(K / c)] float32, set by `take`; for power-of-two rules, values that
+            give the same scales
     """
 
     amax: Tensor | None = None
 
-    def __init__(self, rows: Rows, cast: Cast, tile: tuple[int, int], turn: Callable[[Tensor], Tensor]) -> None:
-        self.rows, self.cast, self.tile, self.turn = rows, cast, tile, turn
+    def __init__(self, rows: Rows, cast: Cast, tile: tuple[int, int], rotate: Callable[[Tensor], Tensor]) -> None:
+        self.rows, self.cast, self.tile, self.rotate = rows, cast, tile, rotate
         self.gathers = tile[0] != WHOLE and rows.padded % tile[0] == 0
 
     def part(self, shard: Tensor) -> Tensor:
-        shape = scale_shape((self.rows.padded if self.gathers else self.rows.whole, shard.shape[1]), self.tile)
+        shape = scale_shape((self.rows.padded if self.gathers else self.rows.total, shard.shape[1]), self.tile)
         found = torch.zeros(shape, dtype=torch.float32, device=shard.device)
         if self.rows.count:
-            own = tile_amax(self.aligned(shard), self.tile)
+            own = tile_amax(self.padded_to_tiles(shard), self.tile)
             first = 0 if self.gathers else self.first_tile
             # Infinity survives a MAX on every backend, NaN does not.
             found[first : first + len(own)] = torch.where(own.isfinite(), own, float("inf"))
@@ -106,7 +106,7 @@ class TileAmaxes:
 
     def take(self, found: Tensor) -> None:
         grid = found.flatten(0, 1) if self.gathers else found
-        grid = grid[: -(-self.rows.whole // self.tile[0])] if self.tile[0] != WHOLE else grid
+        grid = grid[: -(-self.rows.total // self.tile[0])] if self.tile[0] != WHOLE else grid
         self.amax = self._amaxes(grid) if grid.dtype == torch.uint8 else grid
 
     # --- tiles and the rows of this rank
@@ -120,13 +120,13 @@ class TileAmaxes:
         """Number of rows of other ranks in the tile of this rank's first row."""
         return 0 if self.tile[0] == WHOLE else self.rows.first % self.tile[0]
 
-    def aligned(self, shard: Tensor) -> Tensor:
+    def padded_to_tiles(self, shard: Tensor) -> Tensor:
         """Return the rotated shard, padded with zero rows on top so that it starts at a tile boundary."""
-        turned = self.turn(shard)
-        return torch.nn.functional.pad(turned, (0, 0, self.rows_before, 0)) if self.rows_before else turned
+        rotated = self.rotate(shard)
+        return torch.nn.functional.pad(rotated, (0, 0, self.rows_before, 0)) if self.rows_before else rotated
 
-    def own(self) -> Tensor:
-        """Return the amaxes of the tiles that `aligned` covers."""
+    def local_amaxes(self) -> Tensor:
+        """Return the amaxes of the tiles that `padded_to_tiles` covers."""
         assert self.amax is not None
         if self.tile[0] == WHOLE:
             return self.amax
@@ -147,7 +147,7 @@ class TileAmaxes:
         return torch.where(exponents == _NOT_FINITE, float("inf"), amax.to(torch.float32))
 
 
-class Spread:
+class RootMeanSquare:
     """Root mean square of w: `rms`, 0-d float32, set by `take`."""
 
     gathers = True
@@ -165,7 +165,7 @@ class Spread:
         return found
 
     def take(self, found: Tensor) -> None:
-        self.rms = spread(found.flatten()[: self.rows.whole], self._columns)
+        self.rms = spread(found.flatten()[: self.rows.total], self._columns)
 
 
 @torch.no_grad()
@@ -191,11 +191,11 @@ def exchange(
     for dtype in (torch.float32, torch.uint8):
         largest = [(statistic, part) for statistic, part in parts if not statistic.gathers and part.dtype == dtype]
         if largest:
-            together = torch.cat([part.flatten() for _, part in largest])
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            count("weight scales", together)
+            message = torch.cat([part.flatten() for _, part in largest])
+            dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+            count("weight scales", message)
             for (statistic, part), own in zip(
-                largest, together.split([part.numel() for _, part in largest]), strict=True
+                largest, message.split([part.numel() for _, part in largest]), strict=True
             ):
                 statistic.take(own.view(part.shape))
 

@@ -18,7 +18,7 @@ of `output` are gathered before forward, and the codes of `grad_input` before ba
 finds the other set gathers its own. This happens in a forward pass recomputed by checkpointing, and
 if the module is not resharded after forward.
 
-FSDP gathers the following unquantized; `WeightGathers.travels` reports the reason:
+FSDP gathers the following unquantized; `WeightGathers.traffic` reports the reason:
 
 - casts with stochastic rounding, or a rotation along the sharded axis: they need all master rows
 - learned step sizes: their gradient needs the rounding errors
@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.addresses import is_compiling, validity
 from narrowgauge.distributed import codes_in_graphs
-from narrowgauge.distributed.agreement import Agreement
+from narrowgauge.distributed.state import DistributedState
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import in_backward, local_tensor, parameter_group
 from narrowgauge.distributed.weight_codes import coder_of
@@ -59,53 +59,54 @@ from narrowgauge.recipe import ClippedRms, LearnedStep, Recipe
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
-class Travel(NamedTuple):
+class WeightTraffic(NamedTuple):
     """Message format of a layer's weight.
 
-    format            codes or dtype, in words
-    bytes             of the full weight in one all-gather
-    why_not_narrower  reason for a 16-bit message, or ""
+    format        codes or dtype, in words
+    bytes         of the full weight in one all-gather
+    reason_16bit  reason for a 16-bit message, or ""
     """
 
     format: str
     bytes: int
-    why_not_narrower: str
+    reason_16bit: str
 
     def __str__(self) -> str:
         return f"{self.format}: {self.bytes:,} bytes a gather" + (
-            f" ({self.why_not_narrower})" if self.why_not_narrower else ""
+            f" ({self.reason_16bit})" if self.reason_16bit else ""
         )
 
 
-class Held(NamedTuple):
+class GatheredBytes(NamedTuple):
     """Gathered bytes of a weight.
 
-    data     uint8 [S * P, width]
-    which    "rows", "cols", or "" if the bytes are out of date
-    records  quantized by the amax history's scale (training)
+    data         uint8 [S * P, width]
+    orientation  "rows", "cols", or "" if the bytes are out of date
+    use_history  quantized by the amax history's scale (training)
     """
 
     data: Tensor
-    which: str
-    records: bool
+    orientation: str
+    use_history: bool
 
 
 class GatheredWeight:
     """A sharded weight whose codes are gathered; a source of casts for its layer.
 
-    layer, name   the layer, and its name in the whole model
-    parameter     the sharded DTensor, [N, K]; replaced by `shard` when the layer has a new one
-    group, rows   ranks that shard the rows, and this rank's rows
-    coder         encodes rows, and decodes gathered bytes (weight_codes)
-    held          bytes of the latest gather by FSDP
-    number        index for the operator in compiled graphs (codes_in_graphs)
-    was_gathered  codes have been sent, so FSDP's buffers have their size
-    is_fresh      no write to the weight was reported since the last exchange of scales
-    exchanged     state of the weight at the last exchange (see `_state`)
-    exchanges     number of exchanges
-    seen          fingerprint of the shard at the last exchange; on a GPU a sample, every
-                  CHECK_EVERY exchanges
-    suspects      pending comparisons of such samples, read back without waiting
+    layer, name          the layer, and its name in the whole model
+    parameter            the sharded DTensor, [N, K]; replaced by `shard` when the layer has a new
+                         one
+    group, rows          ranks that shard the rows, and this rank's rows
+    coder                encodes rows, and decodes gathered bytes (weight_codes)
+    gathered_bytes       bytes of the latest gather by FSDP
+    graph_index          index for the operator in compiled graphs (codes_in_graphs)
+    was_gathered         codes have been sent, so FSDP's buffers have their size
+    is_fresh             no write to the weight was reported since the last exchange of scales
+    exchanged_state      state of the weight at the last exchange (see `_state`)
+    exchanges            number of exchanges
+    last_fingerprint     fingerprint of the shard at the last exchange; on a GPU a sample, every
+                         CHECK_EVERY exchanges
+    pending_comparisons  pending comparisons of such samples, read back without waiting
     """
 
     is_gathered, recasts = True, False
@@ -117,15 +118,15 @@ class GatheredWeight:
         self.recipe, self.columns = layer.recipe, local_tensor(parameter).shape[1]
         self.plan: OperandPlan = layer.plan(local_tensor(parameter).device).w
         self.coder = coder_of(self.recipe, self.plan, rows, self.columns, partial(layer.amax_state, "w"))
-        self.agreement: Agreement | None = None
-        self.held: Held | None = None
-        self.number = codes_in_graphs.numbered(self)
+        self.state: DistributedState | None = None
+        self.gathered_bytes: GatheredBytes | None = None
+        self.graph_index = codes_in_graphs.register(self)
         self.was_gathered = False
         self.is_fresh = False
-        self.exchanged: Any = ()
+        self.exchanged_state: Any = ()
         self.exchanges = 0
-        self.seen: Fingerprint | None = None
-        self.suspects: tuple[Readback, ...] = ()
+        self.last_fingerprint: Fingerprint | None = None
+        self.pending_comparisons: tuple[Readback, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The methods of this object are attributes of the local tensor and are pickled with it.
@@ -166,33 +167,37 @@ class GatheredWeight:
                 code="weight-codes.not-converted",
             )
         backward = in_backward()
-        which = "cols" if backward and self.coder.has_two_sets else "rows"
-        records = self.layer.training
-        return (self._own_codes(which, records),), (which, records)
+        orientation = "cols" if backward and self.coder.has_two_sets else "rows"
+        use_history = self.layer.training
+        return (self._local_codes(orientation, use_history),), (orientation, use_history)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[str, bool], param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """Store the codes of all ranks, and return the parameter's tensor. Called by FSDP."""
-        self.held, self.was_gathered = Held(outputs[0].view(-1, self.coder.width), *metadata), True
+        self.gathered_bytes, self.was_gathered = GatheredBytes(outputs[0].view(-1, self.coder.width), *metadata), True
         self._count(outputs[0])
         if out is not None:
             return None
         # torch reads the storage of this tensor once, so it is allocated here and freed by
-        # `release`.
-        return torch.empty(self.rows.whole, self.columns, dtype=param_dtype, device=outputs[0].device), ()
+        # `free_storage`.
+        return torch.empty(self.rows.total, self.columns, dtype=param_dtype, device=outputs[0].device), ()
 
-    def release(self, weight: Tensor) -> None:
+    def free_storage(self, weight: Tensor) -> None:
         """Free the storage of this forward pass's parameter; it reads as NaN from then on."""
         local = local_tensor(weight) if isinstance(weight, DTensor) else weight
-        if local.shape == (self.rows.whole, self.columns) and any(local.stride()):
+        if local.shape == (self.rows.total, self.columns) and any(local.stride()):
             local.data = torch.full((1, 1), float("nan"), dtype=local.dtype, device=local.device).expand(local.shape)
 
-    def _own_codes(self, which: str, records: bool) -> Tensor:
+    def _local_codes(self, orientation: str, use_history: bool) -> Tensor:
         """Return this rank's codes, padded to uint8 [P, width]."""
         shard = self.shard
         self._refuse_writes()
-        codes = self.coder.encode(shard, which, records) if self.rows.count else shard.new_empty(0, dtype=torch.uint8)
+        codes = (
+            self.coder.encode(shard, orientation, use_history)
+            if self.rows.count
+            else shard.new_empty(0, dtype=torch.uint8)
+        )
         # Equal sizes on all ranks, as an all-gather requires: the last ranks may have fewer rows or
         # none.
         sent = torch.zeros(self.rows.padded, self.coder.width, dtype=torch.uint8, device=shard.device)
@@ -200,28 +205,28 @@ class GatheredWeight:
             sent[: self.rows.count, : codes.shape[1]] = codes
         return sent
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Mark gathered codes as out of date; called on every rank.
 
         The next scales or weights may differ from the present ones.
         """
         self.is_fresh = False
-        if self.held is not None:
-            self.held = self.held._replace(which="")
+        if self.gathered_bytes is not None:
+            self.gathered_bytes = self.gathered_bytes._replace(orientation="")
 
     def exchange_ended(self) -> None:
         """Record the state of the weight whose scales were just exchanged."""
-        self.is_fresh, self.exchanged = True, self._state()
-        seen, shard = self.seen, self.shard
-        if seen is not None and seen.changed is not None:
-            self.suspects += (Readback(seen.changed),)
+        self.is_fresh, self.exchanged_state = True, self._state()
+        last_fingerprint, shard = self.last_fingerprint, self.shard
+        if last_fingerprint is not None and last_fingerprint.changed is not None:
+            self.pending_comparisons += (Readback(last_fingerprint.changed),)
         is_compared = shard.device.type == "cpu" or self.exchanges % CHECK_EVERY == 0
-        self.seen = fingerprint(shard) if is_compared and self.rows.count else None
+        self.last_fingerprint = fingerprint(shard) if is_compared and self.rows.count else None
         self.exchanges += 1
         # Readbacks are polled and never waited for: this runs in every step.
-        here = [each for each in self.suspects if each.is_here]
-        self.suspects = tuple(each for each in self.suspects if each not in here)
-        if any(each.value for each in here):
+        arrived = [each for each in self.pending_comparisons if each.is_here]
+        self.pending_comparisons = tuple(each for each in self.pending_comparisons if each not in arrived)
+        if any(each.value for each in arrived):
             self._refuse()
 
     def _refuse_writes(self) -> None:
@@ -230,7 +235,9 @@ class GatheredWeight:
         Writes through `.data` are detected too. On a GPU that check would wait for the device, so
         `exchange_ended` raises in a later step.
         """
-        if self.exchanged != self._state() or (self.seen is not None and not self.seen.is_same()):
+        if self.exchanged_state != self._state() or (
+            self.last_fingerprint is not None and not self.last_fingerprint.is_same()
+        ):
             self._refuse()
 
     def _refuse(self) -> None:
@@ -250,8 +257,8 @@ class GatheredWeight:
         return None if self.parameter.is_inference() else self.parameter._version, validity(shard)
 
     def _count(self, sent: Tensor) -> None:
-        if self.agreement is not None:
-            self.agreement.count("weights", sent)
+        if self.state is not None:
+            self.state.count("weights", sent)
 
     # --- the layer's source of casts
 
@@ -259,19 +266,19 @@ class GatheredWeight:
         """Return the casts for the GEMM of this pass; nothing is cached."""
         # The layer's recipe was changed after `distribute`: gather the master weight for it.
         if not self.serves(operand.context.plan.recipe):
-            operand.tensor = self._original(operand.tensor)
+            operand.tensor = self._gather_original(operand.tensor)
             return None
         casts = Casts(amax=operand.casts.amax)
         operand.is_carrier = True
         if operand.is_restored and not operand.needs[0] and self.recipe.backward == "recast":
             return casts
-        which = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
-        records = operand.context.records
-        # While tracing, `held` must enter the graph as an input, not as a constant.
+        orientation = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
+        use_history = operand.context.records
+        # While tracing, `gathered_bytes` must enter the graph as an input, not as a constant.
         if is_compiling():
-            data = codes_in_graphs.read(self, which, records, operand.after)
+            data = codes_in_graphs.read(self, orientation, use_history, operand.after)
         else:
-            data = self.bytes_of(which, records)[: self.rows.whole]
+            data = self.bytes_of(orientation, use_history)[: self.rows.total]
         self.coder.fill(casts, operand, data)
         return casts
 
@@ -281,40 +288,42 @@ class GatheredWeight:
     @property
     def joins_graphs(self) -> bool:
         """True if compiled code can read the codes; otherwise the layer runs between two graphs."""
-        return codes_in_graphs.WORKS and self.held is not None
+        return codes_in_graphs.SUPPORTED and self.gathered_bytes is not None
 
-    def bytes_of(self, which: str, records: bool) -> Tensor:
-        """Return uint8 [S * P, width]: the held bytes if they fit, or gathered now."""
-        held = self.held
-        if held is None or not self.is_at_hand(which, records) or _is_freed(held.data):
-            found = gather(self._own_codes(which, records), self.group)
+    def bytes_of(self, orientation: str, use_history: bool) -> Tensor:
+        """Return uint8 [S * P, width]: the stored bytes if they fit, or gathered now."""
+        gathered_bytes = self.gathered_bytes
+        if gathered_bytes is None or not self.has_codes(orientation, use_history) or _is_freed(gathered_bytes.data):
+            found = gather(self._local_codes(orientation, use_history), self.group)
             self._count(found)
             return found.view(-1, self.coder.width)
         # Backward reads the codes of its own forward pass, even if the weight was written in
         # between.
         if not in_backward():
             self._refuse_writes()
-        return held.data
+        return gathered_bytes.data
 
-    def is_at_hand(self, which: str, records: bool) -> bool:
-        held = self.held
-        return held is not None and held.which == which and (not self.plan.is_delayed or held.records == records)
+    def has_codes(self, orientation: str, use_history: bool) -> bool:
+        found = self.gathered_bytes
+        if found is None or found.orientation != orientation:
+            return False
+        return not self.plan.is_delayed or found.use_history == use_history
 
     def original(self, weight: Tensor) -> Tensor:
         """Return the unquantized weight [N, K], for a layer without a recipe.
 
         Its gradient is passed on to `weight`.
         """
-        found: Tensor = _Substitute.apply(weight, self._original(weight))
+        found: Tensor = _Substitute.apply(weight, self._gather_original(weight))
         return found
 
-    def _original(self, weight: Tensor) -> Tensor:
+    def _gather_original(self, weight: Tensor) -> Tensor:
         shard = self.shard.to(weight.dtype)
         own = shard.new_zeros(self.rows.padded, self.columns)
         own[: self.rows.count] = shard
         found = gather(own.view(torch.uint8), self.group)
         self._count(found)
-        return found.view(weight.dtype).view(-1, self.columns)[: self.rows.whole]
+        return found.view(weight.dtype).view(-1, self.columns)[: self.rows.total]
 
 
 class _Substitute(torch.autograd.Function):
@@ -363,7 +372,7 @@ class WeightGathers:
         for weight in self.gathered.values():
             weight.exchange_ended()
 
-    def travels(self, layer: QLinear) -> Travel:
+    def traffic(self, layer: QLinear) -> WeightTraffic:
         """Return the message format of a layer's weight.
 
         fully_shard gathers it before forward, and again before backward if it reshards.
@@ -373,14 +382,14 @@ class WeightGathers:
             own = layer.weight
             size = own.numel() * own.element_size() if isinstance(own, DTensor) else 0
             form = f"{str(own.dtype).removeprefix('torch.')}, or as mp_policy says"
-            return Travel(form, size, self.reasons.get(layer, "it is not distributed"))
+            return WeightTraffic(form, size, self.reasons.get(layer, "it is not distributed"))
         formats = dict.fromkeys(str(cast.format) for cast in (weight.plan.rows, weight.plan.cols) if cast is not None)
         sets = "two sets of codes" if weight.coder.has_two_sets else "codes"
         size = weight.rows.padded * weight.rows.world * weight.coder.width
-        return Travel(f"{' and '.join(formats)} {sets}", size, "")
+        return WeightTraffic(f"{' and '.join(formats)} {sets}", size, "")
 
 
-def install(model: nn.Module, topology: Topology, agreement: Agreement) -> WeightGathers:
+def install(model: nn.Module, topology: Topology, state: DistributedState) -> WeightGathers:
     """Gather weights of `model` as codes wherever fully_shard shards them and the recipe permits.
 
     Raises ConfigError for a mesh that reshards to fewer ranks than it gathers from, or if FSDP's
@@ -393,9 +402,9 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
             owners.setdefault(id(parameter), []).append(f"{name}.{key}")
     gathered: dict[QLinear, GatheredWeight] = {}
     reasons: dict[nn.Module, str] = {}
-    for layer, peers in agreement.layers.items():
+    for layer, peers in state.layers.items():
         others = owners.get(id(layer._parameters.get("weight")), [])[1:]
-        found = f"its weight is also {others[0]!r}" if others else _gathered(layer, peers.name, topology)
+        found = f"its weight is also {others[0]!r}" if others else _gathered_weight(layer, peers.name, topology)
         before = layer.gathered
         if isinstance(found, str):
             reasons[layer] = found
@@ -413,21 +422,21 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
                 f"{found.recipe.name!r} needs {found.coder.width}. Build the model anew, and distribute it once as it shall be.",
                 code="weight-codes.other-recipe",
             )
-        found.was_gathered, found.agreement = before is not None and before.was_gathered, agreement
+        found.was_gathered, found.state = before is not None and before.was_gathered, state
         layer.gathered = gathered[layer] = found
         found.attach()
     for module, layers in _by_owner(topology, gathered).items():
         # After FSDP's pre-hook: compiled code then sees the same strides in every step. Freed
         # elsewhere, strides differed between the first two steps and all blocks were recompiled.
-        agreement.follow(module.register_forward_pre_hook(partial(_release, layers)))
+        state.add_hook(module.register_forward_pre_hook(partial(_free_storage, layers)))
 
-    agreement.weights = WeightGathers(gathered, reasons, agreement.count)
-    return agreement.weights
+    state.weights = WeightGathers(gathered, reasons, state.count)
+    return state.weights
 
 
-def leave(agreement: Agreement) -> None:
+def uninstall(state: DistributedState) -> None:
     """Return to torch's 16-bit all-gather. Raises ConfigError once codes have been sent."""
-    for layer, peers in agreement.layers.items():
+    for layer, peers in state.layers.items():
         if layer.gathered is None:
             continue
         if layer.gathered.was_gathered:
@@ -452,14 +461,14 @@ def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, 
 
 
 @_disable_dynamo
-def _release(layers: list[QLinear], *_: Any) -> None:
+def _free_storage(layers: list[QLinear], *_: Any) -> None:
     """Forward pre-hook after FSDP's own: free the storage of the gathered parameters."""
     for layer in layers:
         if layer.gathered is not None:
-            layer.gathered.release(layer.weight)
+            layer.gathered.free_storage(layer.weight)
 
 
-def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight | str:
+def _gathered_weight(layer: QLinear, name: str, topology: Topology) -> GatheredWeight | str:
     """Return the GatheredWeight of a layer, or the reason against it; the same on all ranks."""
     weight, mesh = layer._parameters.get("weight"), topology.mesh
     if layer.gathered is not None:
@@ -490,7 +499,7 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
             if whole % own.size(other):
                 return f"{own.size(other)} ranks do not divide its {weight.shape[0]} rows"
             whole //= own.size(other)
-    if reason := _why_not(layer):
+    if reason := _reason_against_codes(layer):
         return reason
 
     rows = Rows(whole, dist.get_world_size(group), dist.get_rank(group))
@@ -503,7 +512,7 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
     return GatheredWeight(layer, name, weight, group, rows)
 
 
-def _why_not(layer: QLinear) -> str:
+def _reason_against_codes(layer: QLinear) -> str:
     """Return the property of the recipe that needs the master weight besides the codes, or ""."""
     recipe = layer.recipe
     assert recipe is not None

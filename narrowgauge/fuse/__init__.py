@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.fuse.forward import FusedForward, Fusion, Save
-from narrowgauge.fuse.patterns import Place, places
+from narrowgauge.fuse.patterns import FusionCandidate, candidates
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
-from narrowgauge.fuse.probe import gated, kind_of, refuse_rotary
+from narrowgauge.fuse.probe import gated_kind_of, kind_of, refuse_rotary
 from narrowgauge.fuse.rotary import FusedAttention, function_of
 from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.nn.linear import QLinear
@@ -47,7 +47,7 @@ __all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     """Replace forwards by fused functions where the model's structure and recipes permit, in place.
 
-    save  form of the tensors saved for backward (keeping.py): "exact", or "fp8" or "int8" with
+    save  form of the tensors saved for backward (saving.py): "exact", or "fp8" or "int8" with
           approximate gradients; without a kernel, the plain torch definition runs. None: "exact"
           with a kernel, and the module's own code elsewhere
 
@@ -62,15 +62,15 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     modules = dict(model.named_modules(remove_duplicate=False))
     holders = Counter(child for module in model.modules() for child in module.children())
     refused: dict[str, str] = {}
-    for place in places(model):
+    for candidate in candidates(model):
         # The probe needs real data on the CPU, even under another default device or FakeTensorMode.
         with torch.device("cpu"), _disable_current_modes():
-            found = _fused(place, modules, holders, save)
+            found = _fused_forward(candidate, modules, holders, save)
         if isinstance(found, str):
-            refused[place.name] = found
+            refused[candidate.name] = found
         else:
             # On the instance: class, state dict and parameter names stay unchanged.
-            modules[place.name].__dict__["forward"] = found
+            modules[candidate.name].__dict__["forward"] = found
     model.__dict__["_not_fused"] = refused
     return fusions(model)
 
@@ -82,8 +82,8 @@ def unfuse(model: nn.Module) -> None:
         if isinstance(fused, FusedForward):
             del module.__dict__["forward"]
             # The module computed in float32 before it was fused.
-            if fused.kept is not None:
-                module.__dict__["forward"] = fused.kept
+            if fused.replaced_forward is not None:
+                module.__dict__["forward"] = fused.replaced_forward
     model.__dict__.pop("_not_fused", None)
 
 
@@ -95,53 +95,55 @@ def fusions(model: nn.Module) -> list[Fusion]:
     if "_not_fused" not in model.__dict__:
         return []
     found = []
-    for place in places(model):
-        forward = model.get_submodule(place.name).__dict__.get("forward")
+    for candidate in candidates(model):
+        forward = model.get_submodule(candidate.name).__dict__.get("forward")
         if isinstance(forward, FusedForward):
             # Computed at each call: the recipes may have changed since `fuse`.
-            found.append(forward.fusion(place.name, place.readers))
+            found.append(forward.fusion(candidate.name, candidate.readers))
         else:
-            reason = model.__dict__["_not_fused"].get(place.name, "it came after the model was fused")
-            found.append(Fusion(name=place.name, readers=place.readers, reason=reason))
+            reason = model.__dict__["_not_fused"].get(candidate.name, "it came after the model was fused")
+            found.append(Fusion(name=candidate.name, readers=candidate.readers, reason=reason))
     return found
 
 
-def _fused(
-    place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Module], save: Save | None
+def _fused_forward(
+    candidate: FusionCandidate, modules: dict[str, nn.Module], holders: Counter[nn.Module], save: Save | None
 ) -> FusedForward | str:
     """Return the replacement for a module's forward, or the reason against it.
 
     holders  module -> number of modules that contain it
     """
-    module = modules[place.name]
-    if place.form != "rotary" and not place.readers:
+    module = modules[candidate.name]
+    if candidate.form != "rotary" and not candidate.readers:
         return "no Linear is found that reads it"
-    if place.between is not None and getattr(modules[place.between], "p", 0.0) > 0:
-        return f"{place.between} lies between it and its reader"
-    kept = module.__dict__.get("forward")
-    if kept is not None and not (isinstance(kept, Float32Forward) and place.form == "module"):
+    if candidate.dropout_between is not None and getattr(modules[candidate.dropout_between], "p", 0.0) > 0:
+        return f"{candidate.dropout_between} lies between it and its reader"
+    replaced_forward = module.__dict__.get("forward")
+    if replaced_forward is not None and not (
+        isinstance(replaced_forward, Float32Forward) and candidate.form == "module"
+    ):
         return "its forward was replaced by somebody else"
-    if place.form == "rotary":
+    if candidate.form == "rotary":
         function = function_of(module)
         assert function is not None
         return refuse_rotary(function) or FusedAttention(module, function, save=save)
-    shared = [name for name in (place.name, *place.readers, *place.sources) if holders[modules[name]] > 1]
+    shared = [name for name in (candidate.name, *candidate.readers, *candidate.sources) if holders[modules[name]] > 1]
     # A shared module has several callers, so its output would have readers that were not checked.
     if shared:
         return f"several modules share {shared[0]}"
-    readers, sources = (tuple(modules[name] for name in names) for names in (place.readers, place.sources))
+    readers, sources = (tuple(modules[name] for name in names) for names in (candidate.readers, candidate.sources))
     if not any(isinstance(each, QLinear) for each in readers):
         kind = type(readers[0]).__name__
-        return f"{place.readers[0]} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no recipe"
-    if place.form == "module":
+        return f"{candidate.readers[0]} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no recipe"
+    if candidate.form == "module":
         found = kind_of(module)
         if isinstance(found, str):
             return found
-        kind = replace(found, wide=kept is not None)
-        return FusedModule(module, kind, readers, sources, save=save, kept=kept)
+        kind = replace(found, wide=replaced_forward is not None)
+        return FusedModule(module, kind, readers, sources, save=save, replaced_forward=replaced_forward)
     # T5 converts the input of its float32 output Linear.
     if len({each.weight.dtype for each in (*readers, *sources)}) > 1:
         return "its Linears have weights of several types"
-    names = [name.rpartition(".")[2] for name in (*place.sources, *place.readers)]
-    found = gated(module, *names)
+    names = [name.rpartition(".")[2] for name in (*candidate.sources, *candidate.readers)]
+    found = gated_kind_of(module, *names)
     return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names), save=save)

@@ -12,38 +12,38 @@ from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.ops.registry import Kernel, Registry, Spec
 
 Save = Literal["exact", "fp8", "int8"]
-OWN = "own code"
+OWN_CODE = "own code"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
     """Report about one fusable function of a model.
 
-    name      of the module
-    readers   the Linears that read its output; () for a rotary embedding
-    function  "rms-norm", "swiglu", "rotary", ...; "" if not recognized
-    backend   kernel that computes and quantizes it, with the reasons against faster ones; "" if not
-              fused
-    kept      tensors saved for backward, in words; "" if the module's own code runs
-    reason    why it is not fused; "" if it is
-    unread    share of the produced casts that no layer used; None before the first
+    name               of the module
+    readers            the Linears that read its output; () for a rotary embedding
+    function           "rms-norm", "swiglu", "rotary", ...; "" if not recognized
+    backend            kernel that computes and quantizes it, with the reasons against faster ones;
+                       "" if not fused
+    saved              tensors saved for backward, in words; "" if the module's own code runs
+    reason             why it is not fused; "" if it is
+    unused_cast_share  share of the produced casts that no layer used; None before the first
     """
 
     name: str
     readers: tuple[str, ...]
     function: str = ""
     backend: str = ""
-    kept: str = ""
+    saved: str = ""
     reason: str = ""
-    unread: float | None = None
+    unused_cast_share: float | None = None
 
     def __str__(self) -> str:
         readers = f" -> {', '.join(self.readers)}" if self.readers else ""
         if self.reason:
             return f"{self.name}{readers}: not fused ({self.reason})"
-        lost = f"; {self.unread:.0%} of its casts were read by nobody" if self.unread else ""
-        kept = f"; {self.kept}" if self.kept else ""
-        return f"{self.name} ({self.function}){readers}: {self.backend}{kept}{lost}"
+        lost = f"; {self.unused_cast_share:.0%} of its casts were read by nobody" if self.unused_cast_share else ""
+        saved = f"; {self.saved}" if self.saved else ""
+        return f"{self.name} ({self.function}){readers}: {self.backend}{saved}{lost}"
 
 
 @dataclass(eq=False)
@@ -52,22 +52,22 @@ class FusedForward:
 
     The module's own code runs under torch.compile, and if no kernel is available.
 
-    module  the module whose forward is replaced
-    save    form of the tensors saved for backward (keeping.py); None: "exact" with a kernel, else
-            as in the module's own code
-    kept    the replaced Float32Forward of a module that computes in float32; it then counts as the
-            module's own code
+    module            the module whose forward is replaced
+    save              form of the tensors saved for backward (saving.py); None: "exact" with a
+                      kernel, else as in the module's own code
+    replaced_forward  the replaced Float32Forward of a module that computes in float32; it then
+                      counts as the module's own code
     """
 
     module: nn.Module
     save: Save | None = field(default=None, kw_only=True)
-    kept: Float32Forward | None = field(default=None, kw_only=True)
+    replaced_forward: Float32Forward | None = field(default=None, kw_only=True)
     _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
 
-    def own(self, *given: Any, **options: Any) -> Any:
+    def module_forward(self, *given: Any, **options: Any) -> Any:
         """Run the module's own forward."""
-        if self.kept is not None:
-            return self.kept(*given, **options)
+        if self.replaced_forward is not None:
+            return self.replaced_forward(*given, **options)
         # The class's forward: the instance attribute is this object.
         forward: Any = type(self.module).forward
         return forward(self.module, *given, **options)
@@ -85,13 +85,13 @@ class FusedForward:
             self._kernels[key] = None if found.by_torch and self.save is None else found
         return self._kernels[key]
 
-    def backend_words(self, registry: Registry[Spec], spec: Spec) -> str:
+    def describe_backend(self, registry: Registry[Spec], spec: Spec) -> str:
         """Describe the chosen kernel, or the reasons why none was chosen."""
         found = registry.choose(spec)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
         if not found.kernel.by_torch:
             return found.kernel.name
-        return f"{OWN if self.save is None else 'the definition in plain torch'} ({reasons})"
+        return f"{OWN_CODE if self.save is None else 'the definition in plain torch'} ({reasons})"
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """Return the report about this function.

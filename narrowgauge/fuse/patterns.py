@@ -32,7 +32,7 @@ NORMS = (
     (("layer_norm",), ("DenseReluDense",)),
 )
 # Linears of an attention or MLP that do not read its input.
-OTHERS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "down_proj", "w2", "dense_4h_to_h", "fc2")
+NOT_READERS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "down_proj", "w2", "dense_4h_to_h", "fc2")
 # In T5's EncDecAttention: these read the encoder's output.
 ENCODER_READERS = ("k", "v")
 # Per entry: the function, its reader, its source, and a dropout between function and reader.
@@ -50,67 +50,69 @@ GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi
 
 
 @dataclass(frozen=True)
-class Place:
+class FusionCandidate:
     """A candidate for fusion, by dotted module names.
 
-    name     the module whose forward would be replaced
-    form     "module": its output is read; "gated": an MLP that computes act(gate) * up; "rotary":
-             an attention that rotates queries and keys, without a cast
-    readers  Linears that read the function's output
-    sources  Linears whose outputs only this function reads, so its input gradients are their output
-             gradients: gate and up, or the Linear before a GELU
-    between  a dropout between the function and its readers, or None
+    name             the module whose forward would be replaced
+    form             "module": its output is read; "gated": an MLP that computes act(gate) * up;
+                     "rotary": an attention that rotates queries and keys, without a cast
+    readers          Linears that read the function's output
+    sources          Linears whose outputs only this function reads, so its input gradients are
+                     their output gradients: gate and up, or the Linear before a GELU
+    dropout_between  a dropout between the function and its readers, or None
     """
 
     name: str
     form: Literal["module", "gated", "rotary"]
     readers: tuple[str, ...]
     sources: tuple[str, ...] = ()
-    between: str | None = None
+    dropout_between: str | None = None
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def candidates(model: nn.Module) -> Iterator[FusionCandidate]:
     """Yield the candidates in the model's order, then the norms that match no pattern."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: set[str] = set()
     for name in modules:
-        for place in _places_in(name, modules):
-            if place.name not in found:
-                found.add(place.name)
-                yield place
-    yield from (Place(name, "module", ()) for name in modules if name not in found and is_norm(modules[name]))
+        for candidate in _candidates_in(name, modules):
+            if candidate.name not in found:
+                found.add(candidate.name)
+                yield candidate
+    yield from (FusionCandidate(name, "module", ()) for name in modules if name not in found and is_norm(modules[name]))
 
 
-def _places_in(name: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
+def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionCandidate]:
     """Yield the candidates directly in the module called `name`."""
     prefix = f"{name}." if name else ""
     for norms, owners in NORMS:
         norm = next((prefix + each for each in norms if prefix + each in modules), None)
         readers = tuple(each for owner in owners for each in _inputs(prefix + owner, modules))
         if norm is not None and readers:
-            yield Place(norm, "module", readers)
-    for function, reader, source, between in ONE_READER:
+            yield FusionCandidate(norm, "module", readers)
+    for function, reader, source, dropout_between in ONE_READER:
         if all(prefix + each in modules for each in (function, reader, source or reader)):
             sources = (prefix + source,) if source else ()
-            yield Place(prefix + function, "module", (prefix + reader,), sources, between and prefix + between)
+            yield FusionCandidate(
+                prefix + function, "module", (prefix + reader,), sources, dropout_between and prefix + dropout_between
+            )
     stack, _, number = name.rpartition(".")
     # BERT normalizes after the residual sum, so the readers are in the next block.
     following = f"{stack}.{int(number) + 1}.attention.self" if number.isdecimal() else ""
     if f"{prefix}output.LayerNorm" in modules and f"{following}.query" in modules:
         readers = tuple(f"{following}.{each}" for each in ("query", "key", "value"))
-        yield Place(f"{prefix}output.LayerNorm", "module", readers)
+        yield FusionCandidate(f"{prefix}output.LayerNorm", "module", readers)
     if function_of(modules[name]) is not None:
-        yield Place(name, "rotary", ())
+        yield FusionCandidate(name, "rotary", ())
     for gate, up, down in GATED:
         if all(prefix + each in modules for each in (gate, up, down)):
-            yield Place(name, "gated", (prefix + down,), (prefix + gate, prefix + up))
+            yield FusionCandidate(name, "gated", (prefix + down,), (prefix + gate, prefix + up))
 
 
 def _inputs(owner: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     """Yield the Linears (or modules with a 2-d weight) of an attention or MLP that read its input."""
     if owner not in modules:
         return
-    others = OTHERS + ENCODER_READERS * owner.endswith("EncDecAttention")
+    others = NOT_READERS + ENCODER_READERS * owner.endswith("EncDecAttention")
     for name, child in modules[owner].named_children():
         weight = getattr(child, "weight", None)
         if weight is not None and weight.ndim == 2 and not isinstance(child, nn.Embedding) and name not in others:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
-from narrowgauge.fuse.forward import OWN, FusedForward, Fusion
-from narrowgauge.fuse.keeping import Form, Keeps, Remade, narrow
+from narrowgauge.fuse.forward import OWN_CODE, FusedForward, Fusion
+from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, SavePolicy, quantize_input
 from narrowgauge.nn import transforms
 from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
@@ -55,13 +55,13 @@ class FusedModule(FusedForward):
         # Under torch.compile the compiler fuses by itself, and caches of casts are bypassed.
         # Functional transforms (torch.func) need the module's own differentiable code.
         if len(given) != 1 or options or torch.compiler.is_compiling() or transforms.is_active(*given):
-            return self.own(*given, **options)
+            return self.module_forward(*given, **options)
         return self.forward(given[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the module's function in eager mode."""
         parameters = [getattr(self.module, name, None) for name in ("weight", "bias")]
-        return self.compute((x, *(each for each in parameters if each is not None)), lambda: self.own(x))
+        return self.compute((x, *(each for each in parameters if each is not None)), lambda: self.module_forward(x))
 
     def reader(self) -> QLinear | None:
         """Return the first layer that quantizes its input, or None.
@@ -73,32 +73,32 @@ class FusedModule(FusedForward):
                 return layer
         return None
 
-    def compute(self, tensors: Sequence[Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
+    def compute(self, tensors: Sequence[Tensor], fallback: Callable[[], Tensor]) -> Tensor:
         """Return y of the tensors.
 
-        tensors    inputs and parameters of the function, the main input first
-        otherwise  computes y without a kernel
+        tensors   inputs and parameters of the function, the main input first
+        fallback  computes y without a kernel
         """
         x, reader = tensors[0], self.reader()
         if reader is None or x.numel() == 0:
-            return otherwise()
+            return fallback()
         operand, kernel = _operand(reader, x), None
-        keeps = self.keeps(operand)
-        wanted = _wanted_cast(operand, keeps)
-        request = wanted if isinstance(wanted, CastRequest) else None
+        policy = self.save_policy(operand)
+        requested = _requested_cast(operand, policy)
+        request = requested if isinstance(requested, CastRequest) else None
         # Without a cast or a saved form to gain, the module's own code stays.
         if request is not None or self.save is not None:
             kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (request,)))
         if kernel is None:
-            y = otherwise()
+            y = fallback()
             operand = _operand(reader, y)
         else:
             flat = tuple(each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors)
-            y = _Function.apply(self, keeps, request, kernel, operand, *flat).reshape(x.shape)
+            y = _Function.apply(self, policy, request, kernel, operand, *flat).reshape(x.shape)
         self._hand_over(y, reader, operand)
         return y
 
-    def keeps(self, operand: Operand) -> Keeps:
+    def save_policy(self, operand: Operand) -> SavePolicy:
         """Choose the tensors to save for backward, from the first reader's operand."""
         if not operand.context.grads:
             return "both"
@@ -123,20 +123,20 @@ class FusedModule(FusedForward):
             return
         others = [each for each in self.readers if each is not reader and isinstance(each, QLinear)]
         # Readers with another recipe quantize y themselves and record their own amax.
-        alike = [each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
-        windows = [each for layer in alike if (each := layer.amax_state("x")) is not None]
+        same_recipe = [each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
+        windows = [each for layer in same_recipe if (each := layer.amax_state("x")) is not None]
         if windows:
             # One launch for all histories.
             torch._foreach_copy_(windows, [operand.state] * len(windows))
 
     def gradient_requests(self, tensors: Sequence[Given]) -> list[CastRequest | None]:
         """Return a cast per input gradient for its source layer; None if the kernel cannot add it."""
-        wanted: list[CastRequest | None] = []
+        requested: list[CastRequest | None] = []
         for layer in self.sources or (None,) * (1 if self.kind.is_norm else len(tensors)):
             request = _gradient_request(layer)
-            spec = NormActSpec.of(self.kind, tensors, [*wanted, request])
-            wanted.append(None if request is None or self.kernel(BACKWARD, spec) is None else request)
-        return wanted
+            spec = NormActSpec.of(self.kind, tensors, [*requested, request])
+            requested.append(None if request is None or self.kernel(BACKWARD, spec) is None else request)
+        return requested
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """Return the report, for the first reader's device and the dtype of its weight."""
@@ -149,35 +149,42 @@ class FusedModule(FusedForward):
         # The report describes training, also when called under no_grad.
         with torch.enable_grad():
             operand = _operand(reader, weight)
-        keeps = self.keeps(operand)
-        wanted = _wanted_cast(operand, keeps)
-        if isinstance(wanted, str) and self.save is None:
-            backend = f"own code ({wanted})"
+        policy = self.save_policy(operand)
+        requested = _requested_cast(operand, policy)
+        if isinstance(requested, str) and self.save is None:
+            backend = f"own code ({requested})"
         else:
             device = device_facts(weight.device.type, weight.device.index)
-            casts = () if isinstance(wanted, str) else ((wanted.cast, wanted.transposed),)
+            casts = () if isinstance(requested, str) else ((requested.cast, requested.transposed),)
             own = (getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm)
             dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
-            backend = self.backend_words(FORWARD, spec)
+            backend = self.describe_backend(FORWARD, spec)
 
-        takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
+        same_recipe_readers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats
         # Each produced cast can be used once by every reader with the same recipe.
-        unread = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * takers))
-        kept = "" if backend.startswith(OWN) else self.kept_words(keeps)
-        return Fusion(name=name, readers=readers, function=self.kind.name, backend=backend, kept=kept, unread=unread)
+        unused_cast_share = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * same_recipe_readers))
+        saved = "" if backend.startswith(OWN_CODE) else self.describe_saved(policy)
+        return Fusion(
+            name=name,
+            readers=readers,
+            function=self.kind.name,
+            backend=backend,
+            saved=saved,
+            unused_cast_share=unused_cast_share,
+        )
 
-    def kept_words(self, keeps: Keeps) -> str:
+    def describe_saved(self, policy: SavePolicy) -> str:
         """Describe the tensors saved for backward."""
-        again = "; what its readers read is made again" if keeps == "inputs" else ""
-        if keeps == "outputs":
+        suffix = "; what its readers read is made again" if policy == "inputs" else ""
+        if policy == "outputs":
             return "keeps the codes that its readers keep"
         if self.save not in NARROW:
-            return f"keeps its inputs{again}"
+            return f"keeps its inputs{suffix}"
         if not self.kind.is_norm:
-            return f"keeps its inputs as {NARROW[self.save]}{again}"
-        return f"keeps its input in its own type, since no reader keeps codes by one scale for all{again}"
+            return f"keeps its inputs as {NARROW[self.save]}{suffix}"
+        return f"keeps its input in its own type, since no reader keeps codes by one scale for all{suffix}"
 
 
 @dataclass(eq=False)
@@ -206,29 +213,29 @@ class FusedMlp(FusedModule):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: FusedModule, keeps: Keeps, request: CastRequest | None, kernel: Any, operand: Operand,
+        ctx: Any, fused: FusedModule, policy: SavePolicy, request: CastRequest | None, kernel: Any, operand: Operand,
         *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
         """Compute y with the kernel; other results are stored in `operand`."""
-        made, statistics = kernel.run(fused.kind, tensors, request)
-        value: Tensor = made.value
+        outputs, statistics = kernel.run(fused.kind, tensors, request)
+        value: Tensor = outputs.value
         casts = operand.casts
-        casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
-        ctx.fused, ctx.again = fused, Remade(fused.kind, fused.kernel) if keeps == "inputs" else None
-        kept: Sequence[Given] = tensors
+        casts.rows, casts.cols, casts.amax = outputs.plain, outputs.transposed, outputs.amax
+        ctx.fused, ctx.recomputed = fused, RecomputedOutput(fused.kind, fused.kernel) if policy == "inputs" else None
+        saved: Sequence[Given] = tensors
         if fused.save in NARROW and not fused.kind.is_norm:
-            kept = [narrow(each, NARROW[fused.save]) for each in tensors]
+            saved = [quantize_input(each, NARROW[fused.save]) for each in tensors]
 
-        ctx.form, flat = Form.of(kept), Form.flat(kept, statistics)
-        if ctx.again is not None:
-            ctx.again.form = ctx.form
+        ctx.layout, flat = SavedLayout.of(saved), SavedLayout.flatten(saved, statistics)
+        if ctx.recomputed is not None:
+            ctx.recomputed.layout = ctx.layout
             # Detached: cached tensors must not keep the autograd graph alive.
-            casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.again)
+            casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.recomputed)
         fill(operand, value)
-        if keeps == "outputs":
+        if policy == "outputs":
             assert isinstance(casts.cols, QTensor)
-            kept = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
-            ctx.form, flat = Form.of(kept), Form.flat(kept, (None, statistics[1]))
+            saved = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
+            ctx.layout, flat = SavedLayout.of(saved), SavedLayout.flatten(saved, (None, statistics[1]))
         ctx.save_for_backward(*flat)
         return value
 
@@ -237,22 +244,24 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         fused: FusedModule = ctx.fused
         # Read once: under torch's non-reentrant checkpoint saved tensors can be unpacked only once.
-        tensors, statistics = ctx.form.read(ctx.saved_tensors)
-        if ctx.again is not None:
-            ctx.again.clear()
+        tensors, statistics = ctx.layout.unflatten(ctx.saved_tensors)
+        if ctx.recomputed is not None:
+            ctx.recomputed.clear()
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
         # Kernels read raw memory: resolve lazily negated views and zeros without storage first.
-        made, of_parameters = kernel.run(fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests)
-        for layer, each in zip(fused.sources, made, strict=False):
+        gradients, parameter_gradients = kernel.run(
+            fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests
+        )
+        for layer, each in zip(fused.sources, gradients, strict=False):
             if each.plain is not None:
                 shared: Any = layer.shared_inputs
                 # The source's backward finds the cast by this gradient tensor.
                 shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
-        return None, None, None, None, None, *(each.value for each in made), *of_parameters
+        return None, None, None, None, None, *(each.value for each in gradients), *parameter_gradients
 
 
-def _is_watched(layer: QLinear) -> bool:
+def _observer_needs_input(layer: QLinear) -> bool:
     """Return True if an observer needs x in backward, which fused functions may not save.
 
     See `nn.observer.ProductObserver`. Other observers see the tensors of the actual step. Refusing
@@ -269,12 +278,12 @@ def refuse_reader(layer: QLinear) -> str | None:
         return f"recipe {layer.recipe.name} does not cast its input"
     if layer.recipe.backward == "straight-through":
         return f"recipe {layer.recipe.name} works on the codes of a rotated or learned cast"
-    if _is_watched(layer):
+    if _observer_needs_input(layer):
         return "an observer needs its input in backward"
     if layer.shared_inputs is None:
         return "shares no inputs"
-    rotates_what_it_keeps = layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
-    if layer.recipe.output.rotate is not None or rotates_what_it_keeps:
+    rotates_saved_input = layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
+    if layer.recipe.output.rotate is not None or rotates_saved_input:
         return f"recipe {layer.recipe.name} rotates its input"
     return None
 
@@ -295,9 +304,9 @@ def fill(operand: Operand, y: Tensor) -> None:
         operand.saved()
 
 
-def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
+def _requested_cast(operand: Operand, policy: SavePolicy) -> CastRequest | str:
     """Return the cast of y for a kernel, or the reason why no kernel on any device can make it."""
-    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes and keeps != "inputs"
+    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes and policy != "inputs"
     if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
@@ -308,7 +317,7 @@ def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
     """Return the cast of a layer's output gradient, if one cast serves both of its GEMMs."""
-    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _is_watched(layer):
+    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _observer_needs_input(layer):
         return None
     gy = layer.plan(layer.weight.device).gy
     if layer.shared_inputs is None or not layer.weight.requires_grad:

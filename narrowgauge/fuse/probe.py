@@ -28,10 +28,10 @@ from narrowgauge.ops.norm_act import Kind, value
 from narrowgauge.ops.norm_act.spec import Activation, Gated
 
 # Relative to the largest magnitude of a row.
-NEAR = 1e-5
+TOLERANCE = 1e-5
 
 
-def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function to run on real tensors, even under FakeTensorMode."""
 
     @wraps(function)
@@ -43,7 +43,7 @@ def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _instead(module: nn.Module, found: dict[str, Any]) -> Iterator[None]:
+def _temporary_attributes(module: nn.Module, found: dict[str, Any]) -> Iterator[None]:
     """Set instance attributes with the given names, and remove them at the end.
 
     Python finds them before parameters and submodules, which nn.Module serves by `__getattr__`.
@@ -56,7 +56,7 @@ def _instead(module: nn.Module, found: dict[str, Any]) -> Iterator[None]:
             del module.__dict__[name]
 
 
-@_with_numbers
+@_with_real_tensors
 def kind_of(module: nn.Module) -> Kind | str:
     """Return the Kind of a norm or an activation, or the reason why it is none."""
     weight = getattr(module, "weight", None)
@@ -66,7 +66,7 @@ def kind_of(module: nn.Module) -> Kind | str:
         return f"a {type(module).__name__} is neither a norm nor an activation"
     x = torch.linspace(-6, 6, 97)[None]
     kinds = (Kind(name) for name in get_args(Activation))
-    found = next((kind for kind in kinds if _is(module, kind, (x,), x)), None)
+    found = next((kind for kind in kinds if _computes(module, kind, (x,), x)), None)
     return found or f"a {type(module).__name__} computes none of {', '.join(get_args(Activation))}"
 
 
@@ -86,39 +86,39 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     names = ("weight",) if bias is None else ("weight", "bias")
     known = {name: 1 + 0.1 * torch.randn(len(weight), generator=generator) for name in names}
     x, known = x.to(device), {name: each.to(device, weight.dtype) for name, each in known.items()}
-    with _instead(module, known):
-        found = next((kind for kind in kinds if _is(module, kind, (x, *known.values()), x)), None)
+    with _temporary_attributes(module, known):
+        found = next((kind for kind in kinds if _computes(module, kind, (x, *known.values()), x)), None)
     return found or f"a {type(module).__name__} computes something else"
 
 
-@_with_numbers
-def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
+@_with_real_tensors
+def gated_kind_of(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
     """Return the Kind of a gated MLP, or the reason why it is none.
 
     gate, up, down  names of its Linears
     """
     generator = torch.Generator().manual_seed(0)
     g, u = (4 * torch.randn(3, 33, generator=generator) for _ in range(2))
-    instead = {gate: _Answer(lambda x: g), up: _Answer(lambda x: u), down: _Answer(lambda x: x)}
-    with _instead(mlp, instead):
+    fake_linears = {gate: _FakeLinear(lambda x: g), up: _FakeLinear(lambda x: u), down: _FakeLinear(lambda x: x)}
+    with _temporary_attributes(mlp, fake_linears):
         kinds = (Kind(name) for name in get_args(Gated))
-        found = next((kind for kind in kinds if _is(mlp, kind, (g, u), torch.zeros(3, 33))), None)
+        found = next((kind for kind in kinds if _computes(mlp, kind, (g, u), torch.zeros(3, 33))), None)
     functions = ", ".join(Kind(name).activation for name in get_args(Gated))
     return found or f"a {type(mlp).__name__} does not multiply one of {functions} of {gate} by {up}"
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _FakeLinear:
     """Stand-in for a Linear. It has a `weight`, since T5 checks the dtype of its Linears' weights."""
 
-    answer: Callable[[Tensor], Tensor]
+    function: Callable[[Tensor], Tensor]
     weight: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.answer(x)
+        return self.function(x)
 
 
-@_with_numbers
+@_with_real_tensors
 def refuse_rotary(function: Callable[..., Any]) -> str | None:
     """Return the reason why `function` is not the rotary embedding of `ops.rotary`, or None."""
     generator = torch.Generator().manual_seed(0)
@@ -131,7 +131,7 @@ def refuse_rotary(function: Callable[..., Any]) -> str | None:
     return None if same else f"its {NAME} computes something else"
 
 
-def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -> bool:
+def _computes(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -> bool:
     """Return True if module(x) equals the function `kind` of `tensors`."""
     modes = [(each, each.training) for each in module.modules()]
     # A dropout inside the module changes its training result, which rules it out.
@@ -143,7 +143,7 @@ def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -
         return False
     expected = value(kind, tensors).to(torch.float32)
     size = expected.abs().amax(-1, keepdim=True)
-    return bool(((found.to(torch.float32) - expected).abs() <= NEAR * size).all())
+    return bool(((found.to(torch.float32) - expected).abs() <= TOLERANCE * size).all())
 
 
 @torch.no_grad()

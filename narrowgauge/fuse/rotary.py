@@ -46,10 +46,10 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     @no_double_backward("a fused rotary embedding", "Convert the model to None, and again without fuse.")
-    def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # The gradient of a rotation is the inverse rotation.
-        return (None, *ctx.run(in_memory(of_q), in_memory(of_k), cos, sin, ctx.dtypes, True), None, None)
+        return (None, *ctx.run(in_memory(grad_q), in_memory(grad_k), cos, sin, ctx.dtypes, True), None, None)
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class FusedAttention(FusedForward):
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.own(*given, **options)
+            return self.module_forward(*given, **options)
         if self._call is None:
             own: Any = type(self.module).forward
             globals = {**own.__globals__, NAME: self.embed}
@@ -92,7 +92,7 @@ class FusedAttention(FusedForward):
         like = next(self.module.parameters())
         device = device_facts(like.device.type, like.device.index)
         spec = rotary.Spec(device, (like.dtype,) * 4, int(getattr(self.module, "head_dim", 64)))
-        backend = self.backend_words(rotary.KERNELS, spec)
+        backend = self.describe_backend(rotary.KERNELS, spec)
         return Fusion(name=name, readers=readers, function="rotary", backend=backend)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,16 +26,16 @@ from narrowgauge.structure import matches, outermost, require_module
 class BlockForward:
     """Replacement for a block's forward; calls the original if gradients are disabled.
 
-    block      the block
-    before     a forward set on the instance earlier, by another library or by compile_blocks
-    recompute  recompute(block, forward, args, kwargs) runs the forward so that backward recomputes
-               it; None: plain forward
-    saving     the `saved_tensors.SavedActivations` applied to the block, or None
+    block             the block
+    original_forward  a forward set on the instance earlier, by another library or by compile_blocks
+    recompute         recompute(block, forward, args, kwargs) runs the forward so that backward
+                      recomputes it; None: plain forward
+    saving            the `saved_tensors.SavedActivations` applied to the block, or None
     """
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
-        self.before: Callable[..., Any] | None = block.__dict__.get("forward")
+        self.original_forward: Callable[..., Any] | None = block.__dict__.get("forward")
         self.recompute: Callable[..., Any] | None = None
         self.saving: Any = None
 
@@ -45,14 +45,14 @@ class BlockForward:
             return self._forward(*args, **kwargs)
         # Hooks outside, recomputation inside: the hooks then see only the tensors that the
         # recomputed block saves, its inputs.
-        with self.saving.around(self.block, args, kwargs) if self.saving else nullcontext():
+        with self.saving.hooks(self.block, args, kwargs) if self.saving else nullcontext():
             if self.recompute is None:
                 return self._forward(*args, **kwargs)
             return self.recompute(self.block, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before is not None:
-            return self.before(*args, **kwargs)
+        if self.original_forward is not None:
+            return self.original_forward(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
 
@@ -73,8 +73,8 @@ def set_technique(block: nn.Module, kind: str, technique: Any) -> None:
     setattr(forward, kind, technique)
     if forward.recompute is None and forward.saving is None:
         del block.__dict__["forward"]
-        if forward.before is not None:
-            block.forward = forward.before
+        if forward.original_forward is not None:
+            block.forward = forward.original_forward
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
@@ -90,18 +90,18 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
             continue
         replaced = forward_of(block)
         # Below the techniques: their hooks and recomputation stay in eager code.
-        own = block.__dict__.get("forward") if replaced is None else replaced.before
+        own = block.__dict__.get("forward") if replaced is None else replaced.original_forward
         compiled = torch.compile(own or type(block).forward.__get__(block), **options)
         if replaced is None:
             block.forward = compiled
         else:
-            replaced.before = compiled
+            replaced.original_forward = compiled
 
 
 def is_compiled(block: nn.Module) -> bool:
     """Return True if the block's own forward is compiled."""
     replaced = forward_of(block)
-    forward = block.__dict__.get("forward") if replaced is None else replaced.before
+    forward = block.__dict__.get("forward") if replaced is None else replaced.original_forward
     return hasattr(forward, "_torchdynamo_orig_callable")
 
 
@@ -144,8 +144,8 @@ def _is_stack(container: nn.Module) -> bool:
         return False
     children = list(container.children())
     # One class only: a Sequential of different modules is no stack of layers.
-    alike = len(children) > 1 and len({type(child) for child in children}) == 1
-    return alike and all(_is_block(child) for child in children)
+    same_class = len(children) > 1 and len({type(child) for child in children}) == 1
+    return same_class and all(_is_block(child) for child in children)
 
 
 def _is_block(module: nn.Module) -> bool:

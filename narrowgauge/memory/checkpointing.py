@@ -42,9 +42,9 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, set_technique
 from narrowgauge.memory.cheapest import cheapest
 from narrowgauge.memory.measure import saved_bytes
-from narrowgauge.memory.repeating import checkpointed
+from narrowgauge.memory.recomputation import checkpointed
 from narrowgauge.memory.segments import SegmentMember, equal_lengths, most_inputs, sqrt_lengths
-from narrowgauge.memory.selective import selectively
+from narrowgauge.memory.selective import selective_checkpoint
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _POLICY = re.compile(r"none|full|selective|sqrt|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?")
@@ -58,34 +58,34 @@ Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 class CheckpointReport:
     """Result of `checkpoint`; `print` it.
 
-    policy      the policy, after "auto" was resolved
-    recomputed  names of the recomputed blocks
-    kept        names of the other blocks
-    segments    lengths of the segments of recomputed blocks; () if each block saves its input
-    kept_bytes  measured bytes saved for backward, with a budget; else None
-    notes       other effects, as sentences
+    policy          the policy, after "auto" was resolved
+    recomputed      names of the recomputed blocks
+    not_recomputed  names of the other blocks
+    segments        lengths of the segments of recomputed blocks; () if each block saves its input
+    measured_bytes  measured bytes saved for backward, with a budget; else None
+    notes           other effects, as sentences
     """
 
     policy: str
     recomputed: tuple[str, ...]
-    kept: tuple[str, ...]
+    not_recomputed: tuple[str, ...]
     segments: tuple[int, ...]
-    kept_bytes: int | None
+    measured_bytes: int | None
     notes: tuple[str, ...]
 
     @property
-    def repeats(self) -> int:
+    def extra_forwards(self) -> int:
         """Additional block forwards per step, compared with no checkpointing."""
         return len(self.recomputed) + sum(self.segments) - len(self.segments)
 
     def __str__(self) -> str:
-        blocks = len(self.recomputed) + len(self.kept)
+        blocks = len(self.recomputed) + len(self.not_recomputed)
         head = f"checkpointing {self.policy}: {len(self.recomputed)} of {blocks} blocks are computed again in backward"
         if self.segments:
             lengths = ", ".join(map(str, self.segments))
-            twice = self.repeats - len(self.recomputed)
+            twice = self.extra_forwards - len(self.recomputed)
             head += f", {twice} of them twice, in {len(self.segments)} segments of {lengths} blocks"
-        size = "" if self.kept_bytes is None else f"; {self.kept_bytes / 2**20:.1f} MiB are kept for it"
+        size = "" if self.measured_bytes is None else f"; {self.measured_bytes / 2**20:.1f} MiB are kept for it"
         return "\n".join([head + size, *self.notes])
 
 
@@ -109,7 +109,9 @@ def _recomputed(
     return run(block, forward, args, kwargs)
 
 
-def _whole(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _full_checkpoint(
+    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Save only the block's inputs."""
     return checkpointed(forward, args, kwargs)
 
@@ -184,25 +186,25 @@ def checkpoint(
     names = list(found)
     below = _without_backward(model, names)
     last = len(names) - 1 if keep_last and len(names) > 1 else len(names)
-    chosen, kept_bytes = names[:last], None
+    chosen, measured_bytes = names[:last], None
     if policy == "none":
         chosen = []
     elif parsed[2]:
         budget_bytes = float(parsed[2]) * UNITS[parsed[3] or ""]
-        chosen, lengths, kept_bytes = _within(model, found, below, budget_bytes, batch, loss)
+        chosen, lengths, measured_bytes = _within(model, found, below, budget_bytes, batch, loss)
     if parsed[2] is None:
         lengths = _lengths(policy, [name for name in chosen if name not in below], parsed[1])
 
     cache_is_off = _apply(model, found, _runs(policy, chosen, below, lengths))
-    notes = [reason, _below_words([name for name in below if name in chosen])]
+    notes = [reason, _describe_below([name for name in below if name in chosen])]
     if cache_is_off:
         notes.append("KV cache: off while gradients are on, since computing a block again would fill it twice")
     return CheckpointReport(
         policy=policy,
         recomputed=tuple(chosen),
-        kept=tuple(name for name in names if name not in chosen),
+        not_recomputed=tuple(name for name in names if name not in chosen),
         segments=tuple(lengths),
-        kept_bytes=kept_bytes,
+        measured_bytes=measured_bytes,
         notes=tuple(note for note in notes if note),
     )
 
@@ -232,14 +234,14 @@ def _runs(policy: str, chosen: list[str], below: list[str], lengths: list[int]) 
 
     Blocks in `below` need no backward and belong to no segment.
     """
-    runs: dict[str, Run] = dict.fromkeys(chosen, selectively if policy == "selective" else _whole)
+    runs: dict[str, Run] = dict.fromkeys(chosen, selective_checkpoint if policy == "selective" else _full_checkpoint)
     names = iter(name for name in chosen if name not in below)
     for length in lengths:
-        before = None
+        previous = None
         for _ in range(length):
             name = next(names)
             # Each member refers to the one before it in its segment; the first refers to None.
-            runs[name] = before = SegmentMember(name, before)
+            runs[name] = previous = SegmentMember(name, previous)
     return runs
 
 
@@ -274,12 +276,12 @@ def _within(
     names = list(found)
 
     @cache
-    def kept(count: int) -> int:
+    def saved_with(count: int) -> int:
         """Bytes with the first `count` blocks recomputed; decreases with count."""
         _apply(model, found, _runs("full", names[:count], below, []))
         return saved_bytes(model, batch, loss).total
 
-    def kept_in_segments() -> int:
+    def saved_in_segments() -> int:
         """Bytes of "sqrt": saved by forward, plus the inputs that a segment recomputes in backward."""
         runs = _runs("sqrt", names, below, lengths)
         _apply(model, found, runs)
@@ -289,12 +291,12 @@ def _within(
 
     lengths = _lengths("sqrt", [name for name in names if name not in below])
     try:
-        if (least := kept(len(names))) <= budget_bytes:
+        if (least := saved_with(len(names))) <= budget_bytes:
             # Bisection: a measurement is one forward pass, and bytes decrease with the number of
             # blocks.
-            count = bisect_left(range(len(names)), True, key=lambda count: kept(count) <= budget_bytes)
-            return names[:count], [], kept(count)
-        if (in_segments := kept_in_segments()) <= budget_bytes:
+            count = bisect_left(range(len(names)), True, key=lambda count: saved_with(count) <= budget_bytes)
+            return names[:count], [], saved_with(count)
+        if (in_segments := saved_in_segments()) <= budget_bytes:
             return names, lengths, in_segments
     finally:
         # Measuring set policies on the blocks. The caller sets the final one; an error leaves none.
@@ -309,12 +311,12 @@ def _within(
 
 def _without_backward(model: nn.Module, names: list[str]) -> list[str]:
     """Return the blocks below the lowest trainable parameter, in the model's order."""
-    seen = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
-    lowest = next((place for place, (_, trains) in enumerate(seen) if trains), len(seen))
-    return [name for name in names if not any(each.startswith(f"{name}.") for each, _ in seen[lowest:])]
+    parameters = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    lowest = next((index for index, (_, trains) in enumerate(parameters) if trains), len(parameters))
+    return [name for name in names if not any(each.startswith(f"{name}.") for each, _ in parameters[lowest:])]
 
 
-def _below_words(below: list[str]) -> str:
+def _describe_below(below: list[str]) -> str:
     if not below:
         return ""
     return f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from narrowgauge import formats
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import set_technique
-from narrowgauge.memory.measure import note
+from narrowgauge.memory.measure import report_saved
 from narrowgauge.memory.saved_tensors import Restore, SavedActivations, blocks_for
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import CURRENT, Cast
@@ -60,7 +60,7 @@ class Compression(SavedActivations):
     def reset(self) -> None:
         self.tensors = self.original_bytes = self.stored_bytes = 0
 
-    def takes(self, tensor: Tensor) -> bool:
+    def accepts(self, tensor: Tensor) -> bool:
         return tensor.numel() >= self.smallest
 
     def store(self, tensor: Tensor) -> Restore:
@@ -79,7 +79,7 @@ class Compression(SavedActivations):
         self.tensors += 1
         self.original_bytes += tensor.nbytes
         self.stored_bytes += codes.nbytes
-        note(codes.data, codes.scale)
+        report_saved(codes.data, codes.scale)
         return partial(dequantize, codes, tensor.dtype)
 
     def __str__(self) -> str:

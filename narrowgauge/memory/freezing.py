@@ -46,7 +46,7 @@ class FreezeReport:
     tied                   per selected parameter with several names: these names
     coded                  number of layers whose weight is stored as codes alone
     weight_bytes_saved     bytes of their 16-bit weights minus codes and scales
-    wide                   with codes=True: (name, reason) of frozen Linears that keep their 16-bit
+    kept_16bit             with codes=True: (name, reason) of frozen Linears that keep their 16-bit
                            weight
     """
 
@@ -57,7 +57,7 @@ class FreezeReport:
     tied: tuple[tuple[str, ...], ...]
     coded: int = 0
     weight_bytes_saved: int = 0
-    wide: tuple[tuple[str, str], ...] = ()
+    kept_16bit: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20
@@ -69,7 +69,7 @@ class FreezeReport:
             saved = f"{self.weight_bytes_saved / 2**20:.3g} MiB of weights"
             head += f"\n{self.coded} weights are kept as codes, without a copy in 16 bits, which saves {saved}"
         reasons: dict[str, list[str]] = {}
-        for name, reason in self.wide:
+        for name, reason in self.kept_16bit:
             reasons.setdefault(reason, []).append(name)
         more = [f"kept as they are: {names[0]} and {len(names) - 1} more, {why}" for why, names in reasons.items()]
         return "\n".join(
@@ -106,17 +106,20 @@ def freeze(
             f"freeze: {patterns!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer.",
             code="freeze.nothing-left",
         )
-    coded, wide = _found_for_codes(model, named) if codes else ([], {})
+    coded, kept_16bit = _candidates_for_codes(model, named) if codes else ([], {})
     if codes and not coded:
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(wide.items())[:3]) or "the patterns name no Linear"
+        why = (
+            "; ".join(f"{name}: {reason}" for name, reason in list(kept_16bit.items())[:3])
+            or "the patterns name no Linear"
+        )
         raise ConfigError(
             f"freeze: codes=True, but no weight can be kept as codes ({why}). Convert the model to an 8-bit or 4-bit recipe first, or "
             "leave codes out.",
             code="freeze.no-codes",
         )
     report = _apply(model, named, trains, optimizer_bytes)
-    saved = sum(_keep_codes(layer) for layer in coded)
-    return replace(report, coded=len(coded), weight_bytes_saved=saved, wide=tuple(wide.items()))
+    saved = sum(_replace_by_codes(layer) for layer in coded)
+    return replace(report, coded=len(coded), weight_bytes_saved=saved, kept_16bit=tuple(kept_16bit.items()))
 
 
 def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
@@ -145,7 +148,7 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
     return len(layers)
 
 
-def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[QLinear], dict[str, str]]:
+def _candidates_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[QLinear], dict[str, str]]:
     """Return (layers whose weight can be stored as codes, {other Linear's name: reason})."""
     holders: dict[nn.Parameter, list[str]] = {}
     for owner, module in model.named_modules():
@@ -153,7 +156,7 @@ def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[Q
             if parameter is not None:
                 holders.setdefault(parameter, []).append(owner)
     found: list[QLinear] = []
-    wide = {}
+    kept_16bit = {}
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
         if weight is None or weight not in named or (isinstance(layer, QLinear) and layer.frozen is not None):
@@ -167,14 +170,14 @@ def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[Q
         elif not reason and is_read_by_owner(model, name):
             reason = "the module that holds it multiplies by its weight without calling it"
         if reason:
-            wide[name] = reason
+            kept_16bit[name] = reason
         else:
             assert isinstance(layer, QLinear)
             found.append(layer)
-    return found, wide
+    return found, kept_16bit
 
 
-def _keep_codes(layer: QLinear) -> int:
+def _replace_by_codes(layer: QLinear) -> int:
     """Replace the layer's weight by codes; return the bytes saved."""
     # Casts of the 16-bit weight are obsolete from here on.
     layer.empty_cache()

@@ -36,8 +36,8 @@ IGNORED = -100
 # is an estimate: enough rows to fill the multiprocessors.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # Lower limits for huge vocabularies or batches: smaller GEMMs would be inefficient.
-FEWEST_WORDS = 256
-FEWEST_ROWS = {"cpu": 32, "cuda": 256}
+MIN_VOCAB_SLICE = 256
+MIN_ROWS = {"cpu": 32, "cuda": 256}
 
 
 def chunked_cross_entropy(
@@ -102,7 +102,7 @@ def chunked_cross_entropy(
 
     device_type = hidden.device.type
     autocasts = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type)
-    computes_in = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
+    compute_dtype = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
     if slices and shard is not None:
         raise ConfigError(
             "chunked_cross_entropy: slices = True, but ranks share the words of the head, a DTensor. Leave slices out: its gradient is "
@@ -115,9 +115,9 @@ def chunked_cross_entropy(
     options = LossOptions(
         rows=chunk or _rows(kind, words if shard is None else shard.most),
         # Half the limit: a slice's logits and their gradient exist together.
-        words=chunk or max(FEWEST_WORDS, limit // (8 * max(len(labels), 1))),
-        computes_in=computes_in,
-        multiplies_in=_multiplies_in(computes_in, hidden.device),
+        vocab_slice=chunk or max(MIN_VOCAB_SLICE, limit // (8 * max(len(labels), 1))),
+        compute_dtype=compute_dtype,
+        gemm_dtype=_gemm_dtype(compute_dtype, hidden.device),
         softcap=softcap or 0.0,
         z_loss=z_loss,
         needs_gradients=torch.is_grad_enabled(),
@@ -147,15 +147,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         valid: Tensor,
         options: LossOptions,
     ) -> Tensor:
-        wide = options.wide
+        accumulate_dtype = options.accumulate_dtype
         needs = [options.needs_gradients and need for need in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         # float32 sums over chunks: rounding to 16 bits once per chunk would add up.
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+        grad_weight = torch.zeros_like(weight, dtype=accumulate_dtype) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=accumulate_dtype) if needs[2] and bias is not None else None
 
         rhs = options.operand(weight)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        loss = torch.zeros((), dtype=accumulate_dtype, device=hidden.device)
         for start in range(0, hidden.shape[0], options.rows):
             rows = slice(start, start + options.rows)
             lhs = options.operand(hidden[rows])
@@ -168,7 +168,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(dim=0)
             grad = options.operand(grad)
             if grad_hidden is not None:
-                grad_hidden[rows] = (grad @ rhs).to(options.computes_in)
+                grad_hidden[rows] = (grad @ rhs).to(options.compute_dtype)
             if grad_weight is not None:
                 if grad_weight.dtype == grad.dtype:
                     # In place: `grad.T @ lhs` would allocate another [V, K].
@@ -237,15 +237,15 @@ def _loss_and_gradient(
 def _rows(device_type: str, vocabulary: int) -> int:
     """Return the tokens per chunk, a power of two."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
-    return max(FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"]), 1 << max(limit, 1).bit_length() - 1)
+    return max(MIN_ROWS.get(device_type, MIN_ROWS["cuda"]), 1 << max(limit, 1).bit_length() - 1)
 
 
-def _multiplies_in(computes_in: torch.dtype, device: torch.device) -> torch.dtype:
-    is_narrow = computes_in in (torch.bfloat16, torch.float16)
+def _gemm_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    is_16bit = compute_dtype in (torch.bfloat16, torch.float16)
     facts = device_facts(device.type, device.index)
     # float32 holds the same values as the 16-bit operands, and such CPUs are faster with it.
-    slow = facts.type == "cpu" and (computes_in == torch.float16 or not facts.bf16_gemm)
-    return torch.float32 if is_narrow and slow else computes_in
+    slow = facts.type == "cpu" and (compute_dtype == torch.float16 or not facts.bf16_gemm)
+    return torch.float32 if is_16bit and slow else compute_dtype
 
 
 def _check_options(softcap: float | None, z_loss: float, chunk: int | None) -> None:

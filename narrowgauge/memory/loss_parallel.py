@@ -52,26 +52,26 @@ class VocabularyShard:
         # The last ranks may have no words; amax over an empty axis raises.
         top = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        here, place = self.places(labels, logits.shape[1])
-        own = logits.gather(1, place[:, None])[:, 0] if logits.shape[1] else torch.zeros_like(top)
+        is_local, index = self.local_indices(labels, logits.shape[1])
+        own = logits.gather(1, index[:, None])[:, 0] if logits.shape[1] else torch.zeros_like(top)
         p = (logits - top[:, None]).exp_()
-        sums = torch.stack((p.sum(dim=1), torch.where(here, own, 0.0)))
+        sums = torch.stack((p.sum(dim=1), torch.where(is_local, own, 0.0)))
         # NaN and infinity reach every rank by this sum, although the MAX above may lose them.
         dist.all_reduce(sums, group=self.group)
         total, target = sums.unbind()
         return p.div_(total[:, None]), total.log() + top, target
 
-    def places(self, labels: Tensor, words: int) -> tuple[Tensor, Tensor]:
+    def local_indices(self, labels: Tensor, words: int) -> tuple[Tensor, Tensor]:
         """Return (mask of labels on this rank, their local index or 0), both [rows]."""
-        here = (labels >= self.start) & (labels < self.start + words)
-        return here, torch.where(here, labels - self.start, 0)
+        is_local = (labels >= self.start) & (labels < self.start + words)
+        return is_local, torch.where(is_local, labels - self.start, 0)
 
     def subtract(self, grad: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
         """Subtract weight [rows, 1] from grad [rows, words] at the labels, in place."""
         if not grad.shape[1]:
             return grad
-        here, place = self.places(labels, grad.shape[1])
-        return grad.scatter_add_(1, place[:, None], -weight * here[:, None])
+        is_local, index = self.local_indices(labels, grad.shape[1])
+        return grad.scatter_add_(1, index[:, None], -weight * is_local[:, None])
 
 
 def unwrapped(
@@ -103,21 +103,21 @@ def unwrapped(
     axis = axes[0] if axes else 0
     # Another mesh axis may shard the batch. Its ranks sum their own tokens, and the user sums over
     # them, as with an unsharded head.
-    laid = tuple(Replicate() if each == axis else place for each, place in enumerate(hidden.placements))
-    if any(not place.is_replicate() for place in laid):
+    placements = tuple(Replicate() if each == axis else placement for each, placement in enumerate(hidden.placements))
+    if any(not placement.is_replicate() for placement in placements):
         raise ConfigError(
             f"chunked_cross_entropy: hidden lies as {hidden.placements}; on axes other than the words' it must be Replicate. "
             "Pass each rank's own tokens on the mesh of the words alone.",
             code="chunked-loss.hidden-placement",
         )
-    there: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
-    partly = tuple(Partial() if each == axis else Replicate() for each in range(mesh.ndim))
-    whole = hidden if hidden.placements == there else hidden.redistribute(placements=there)
+    replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    partial = tuple(Partial() if each == axis else Replicate() for each in range(mesh.ndim))
+    whole = hidden if hidden.placements == replicated else hidden.redistribute(placements=replicated)
     # Shard splits in equal parts, rounded up; the last ranks get fewer.
     words = -(-weight.shape[0] // mesh.size(axis))
     shard = VocabularyShard(words * mesh.get_local_rank(axis), words, mesh.get_group(axis))
     return (
-        local_part(whole, partly), local_part(weight, weight.placements), None if bias is None else _own_bias(bias, weight),
+        local_part(whole, partial), local_part(weight, weight.placements), None if bias is None else _own_bias(bias, weight),
         targets.full_tensor() if isinstance(targets, DTensor) else targets, shard,
     )  # fmt: skip
 

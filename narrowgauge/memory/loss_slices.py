@@ -37,20 +37,20 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, valid: Tensor, options: LossOptions
     ) -> Tensor:  # fmt: skip
-        wide = options.wide
+        accumulate_dtype = options.accumulate_dtype
         rhs = options.operand(weight)
-        lse = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        lse = torch.empty(len(hidden), dtype=accumulate_dtype, device=hidden.device)
+        loss = torch.zeros((), dtype=accumulate_dtype, device=hidden.device)
         for start in range(0, len(hidden), options.rows):
             rows = slice(start, start + options.rows)
             z = options.logits(options.operand(hidden[rows]), rhs, bias)
             z = options.capped(z)
-            of_label = z.gather(1, labels[rows, None]).squeeze(1)
+            target_logits = z.gather(1, labels[rows, None]).squeeze(1)
             lse[rows] = _log_sum_exp_(z)
-            of_tokens = lse[rows] - of_label
+            token_loss = lse[rows] - target_logits
             if options.z_loss:
-                of_tokens = of_tokens + options.z_loss * lse[rows].square()
-            loss += (of_tokens * valid[rows]).sum()
+                token_loss = token_loss + options.z_loss * lse[rows].square()
+            loss += (token_loss * valid[rows]).sum()
         ctx.save_for_backward(hidden, weight, bias, labels, valid, lse)
         ctx.options = options
         return alias_while_compiling(loss)
@@ -60,14 +60,14 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, valid, lse = ctx.saved_tensors
         options, needs = ctx.options, ctx.needs_input_grad
-        grad_hidden = torch.zeros_like(hidden, dtype=options.wide) if needs[0] else None
+        grad_hidden = torch.zeros_like(hidden, dtype=options.accumulate_dtype) if needs[0] else None
         grad_weight = torch.empty_like(weight) if needs[1] else None
         grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
         # Multiply by the gradient of the loss before rounding g, as in the unfused loss.
-        scale = valid.to(options.wide) * grad_loss
+        scale = valid.to(options.accumulate_dtype) * grad_loss
         factor = scale * (1 + 2 * options.z_loss * lse) if options.z_loss else scale
         lhs = options.operand(hidden)
-        for words in _slices(len(weight), options.words):
+        for words in _slices(len(weight), options.vocab_slice):
             rhs = options.operand(weight[words])
             z = options.capped(options.logits(lhs, rhs, None if bias is None else bias[words]))
             # In place, except with a softcap: its derivative below needs z.
@@ -91,8 +91,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 grad_weight[words] = (g.T @ lhs).to(weight.dtype)
             # Free the memory before the next slice allocates its own.
             del g
-        of_hidden = None if grad_hidden is None else grad_hidden.to(options.computes_in).to(hidden.dtype)
-        return of_hidden, grad_weight, grad_bias, None, None, None
+        grad_hidden_rounded = None if grad_hidden is None else grad_hidden.to(options.compute_dtype).to(hidden.dtype)
+        return grad_hidden_rounded, grad_weight, grad_bias, None, None, None
 
 
 def _log_sum_exp_(z: Tensor) -> Tensor:

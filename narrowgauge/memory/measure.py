@@ -5,8 +5,8 @@ saved it. A view counts its whole storage. Parameters and buffers are not counte
 anyway.
 
 Tensors saved without autograd (codes, outputs saved by selective checkpointing) are reported
-through `note`. Weight casts that layers cache for the step are counted at the end, even before the
-first step.
+through `report_saved`. Weight casts that layers cache for the step are counted at the end, even
+before the first step.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ class SavedBytes:
 class Meter:
     """Storages saved while it is active.
 
-    known    storages not to count: parameters, buffers and inputs
-    modules  stack of the running modules' names
-    seen     storage address -> (weak reference, bytes, module)
+    excluded  storages not to count: parameters, buffers and inputs
+    modules   stack of the running modules' names
+    storages  storage address -> (weak reference, bytes, module)
     """
 
-    known: set[int]
+    excluded: set[int]
     modules: list[str] = field(default_factory=lambda: [""])
-    seen: dict[int, tuple[StorageWeakRef, int, str]] = field(default_factory=dict)
+    storages: dict[int, tuple[StorageWeakRef, int, str]] = field(default_factory=dict)
 
-    def note(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         # The weak reference below prevents the reuse of the address by another storage.
-        if storage._cdata not in self.known and storage._cdata not in self.seen:
-            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self.modules[-1])
+        if storage._cdata not in self.excluded and storage._cdata not in self.storages:
+            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self.modules[-1])
 
-    def note_all(self, tensors: Iterable[Tensor]) -> None:
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self.note(tensor)
+            self.add(tensor)
 
     def result(self) -> SavedBytes:
         by_module: dict[str, int] = {}
-        for reference, count, module in self.seen.values():
+        for reference, count, module in self.storages.values():
             # Storages freed during forward are not saved for backward.
             if not reference.expired():
                 by_module[module] = by_module.get(module, 0) + count
@@ -85,23 +85,23 @@ _ACTIVE: ContextVar[Callable[[Tensor], None] | None] = ContextVar("narrowgauge_n
 
 
 @contextmanager
-def noting(heard: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `heard` with every tensor reported by `note` inside this context."""
-    token = _ACTIVE.set(heard)
+def reporting(callback: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `callback` with every tensor reported by `report_saved` inside this context."""
+    token = _ACTIVE.set(callback)
     try:
         yield
     finally:
         _ACTIVE.reset(token)
 
 
-def note(*tensors: Tensor) -> None:
+def report_saved(*tensors: Tensor) -> None:
     """Report tensors saved for backward without autograd, if a measurement is active."""
-    if (heard := _ACTIVE.get()) is not None:
+    if (callback := _ACTIVE.get()) is not None:
         for tensor in tensors:
-            heard(tensor)
+            callback(tensor)
 
 
-def apart(tensor: Tensor) -> Tensor:
+def detached(tensor: Tensor) -> Tensor:
     """Return the tensor in a form that a saved-tensor hook may hold: detached unless it is a leaf.
 
     An operation that saves its own result would otherwise hold itself, and leak if backward never
@@ -120,12 +120,12 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
     Cost: one forward pass. Random generators, buffers (amax histories) and gradients are unchanged.
     Raises ConfigError if the output does not require gradients.
     """
-    known = {
+    excluded = {
         tensor.untyped_storage()._cdata
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
         if isinstance(tensor, Tensor)
     }
-    meter, names = Meter(known), {module: name for name, module in model.named_modules()}
+    meter, names = Meter(excluded), {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, arguments: Any) -> None:
         # A module outside the model (a loss) counts as its caller.
@@ -135,8 +135,8 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         meter.modules.pop()
 
     def pack(tensor: Tensor) -> Tensor:
-        meter.note(tensor)
-        return apart(tensor)
+        meter.add(tensor)
+        return detached(tensor)
 
     with ExitStack() as stack:
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -149,7 +149,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
                 stack.enter_context(layer.keeping_apart())
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(noting(meter.note))
+        stack.enter_context(reporting(meter.add))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
 
@@ -174,7 +174,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         for name, module in model.named_modules():
             meter.modules = [name]
             for casts in module.kept_casts() if isinstance(module, QLinear) else ():
-                meter.note_all(casts.tensors())
+                meter.add_all(casts.tensors())
         return meter.result()
 
 

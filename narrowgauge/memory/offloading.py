@@ -46,7 +46,7 @@ class Offload(SavedActivations):
     def reset(self) -> None:
         self.moved_bytes = 0
 
-    def takes(self, tensor: Tensor) -> bool:
+    def accepts(self, tensor: Tensor) -> bool:
         """Accept large tensors that fill their storage; a view's storage would stay on the device."""
         return self.smallest_bytes <= tensor.nbytes == tensor.untyped_storage().nbytes()
 

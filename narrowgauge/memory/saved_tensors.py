@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
-from narrowgauge.memory.measure import apart, note
+from narrowgauge.memory.measure import detached, report_saved
 
-PRODUCTS: frozenset[Any] = frozenset(
+MATMULS: frozenset[Any] = frozenset(
     {
         *(F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
         *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm),
@@ -57,7 +57,7 @@ class SavedActivations:
     name: ClassVar[str]
     rounds: ClassVar[bool]
 
-    def takes(self, tensor: Tensor) -> bool:
+    def accepts(self, tensor: Tensor) -> bool:
         raise NotImplementedError
 
     def store(self, tensor: Tensor) -> Restore:
@@ -68,7 +68,7 @@ class SavedActivations:
         raise NotImplementedError
 
     @contextmanager
-    def around(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def hooks(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         if torch.compiler.is_compiling():
             raise ConfigError(
                 f"{self.name}: the compiler fixes what is kept for backward itself and sees no saved tensors. "
@@ -82,7 +82,7 @@ class SavedActivations:
                 with torch.autograd.graph.saved_tensors_hooks(mode.pack, _unpack):
                     yield
             finally:
-                mode.forget()
+                mode.clear()
 
 
 def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iterable[str] | None) -> list[nn.Module]:
@@ -105,44 +105,44 @@ def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iter
 class SavedTensorMode(TorchFunctionMode):
     """One forward pass of one block: tracks the running function and stores each tensor once.
 
-    technique    the technique
-    exact        storages of parameters, buffers and inputs without gradient
-    kept         storages that some operation saves unchanged; storing another form would save
-                 nothing
-    stored       key of a stored tensor -> function that restores it
-    depth_exact  nesting depth of functions whose tensors stay exact
-    operands     storages of the activations among a matmul's operands, while one runs under
-                 autocast
-    origins      storage of an autocast copy -> storage of its source; copies of one source are
-                 equal
-    references   weak references that prevent the reuse of storage addresses
+    technique           the technique
+    exact               storages of parameters, buffers and inputs without gradient
+    saved_unchanged     storages that some operation saves unchanged; storing another form would
+                        save nothing
+    stored              key of a stored tensor -> function that restores it
+    exact_depth         nesting depth of functions whose tensors stay exact
+    operands            storages of the activations among a matmul's operands, while one runs under
+                        autocast
+    copied_from         storage of an autocast copy -> storage of its source; copies of one source
+                        are equal
+    storage_references  weak references that prevent the reuse of storage addresses
     """
 
     def __init__(self, technique: SavedActivations, exact: set[int]) -> None:
         super().__init__()
         self.technique, self.exact = technique, exact
-        self.kept = set(exact)
+        self.saved_unchanged = set(exact)
         self.stored: dict[Any, Restore] = {}
-        self.depth_exact = 0
+        self.exact_depth = 0
         self.operands: set[int] | None = None
-        self.origins: dict[int, int] = {}
-        self.references: list[StorageWeakRef] = []
+        self.copied_from: dict[int, int] = {}
+        self.storage_references: list[StorageWeakRef] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in EXACT:
-            self.depth_exact += 1
+            self.exact_depth += 1
             try:
                 return func(*args, **kwargs)
             finally:
-                self.depth_exact -= 1
-        if func in PRODUCTS and self.operands is None:
-            return self._product(func, args, kwargs)
+                self.exact_depth -= 1
+        if func in MATMULS and self.operands is None:
+            return self._matmul(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         kind = tensors[0].device.type
         if not torch.is_autocast_enabled(kind) or not any(self._is_exact(tensor) for tensor in tensors):
@@ -166,57 +166,57 @@ class SavedTensorMode(TorchFunctionMode):
         if not argument.is_floating_point():
             return argument
         cast = argument.to(dtype)
-        self.origins[self._held(cast)] = self._held(argument)
+        self.copied_from[self._reserved_address(cast)] = self._reserved_address(argument)
         return cast
 
     def _is_exact(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self.exact
 
-    def _held(self, tensor: Tensor) -> int:
+    def _reserved_address(self, tensor: Tensor) -> int:
         """Return the storage address of the tensor, and reserve it for this pass."""
-        self.references.append(StorageWeakRef(tensor.untyped_storage()))
+        self.storage_references.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor.untyped_storage()._cdata
 
     def pack(self, tensor: Tensor) -> Tensor | Restore:
         """Saved-tensor hook: return the tensor, or a function that restores it."""
         storage = tensor.untyped_storage()._cdata
-        if not self.technique.takes(tensor) or storage in self.kept:
-            note(tensor)
-            return apart(tensor)
+        if not self.technique.accepts(tensor) or storage in self.saved_unchanged:
+            report_saved(tensor)
+            return detached(tensor)
         if self.technique.rounds and not self._is_activation(tensor):
             # Other operations that save this storage save it unchanged too: a second form costs
             # memory.
-            self.kept.add(self._held(tensor))
-            note(tensor)
-            return apart(tensor)
+            self.saved_unchanged.add(self._reserved_address(tensor))
+            report_saved(tensor)
+            return detached(tensor)
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))
         # Axes in memory order: transposed tensors become contiguous, and equal memory gets one key.
         in_memory = tensor.permute(order)
         if not in_memory.is_contiguous() or (self.technique.rounds and in_memory.shape[-1] < 2):
             # A view of a larger storage, or row statistics.
-            note(tensor)
-            return apart(tensor)
-        origin = self.origins.get(storage, storage)
+            report_saved(tensor)
+            return detached(tensor)
+        source = self.copied_from.get(storage, storage)
         # _version: an in-place change between two saves makes another tensor.
-        key = (origin, tensor.storage_offset(), tensor.numel(), in_memory.shape[-1:], tensor.dtype, tensor._version)
+        key = (source, tensor.storage_offset(), tensor.numel(), in_memory.shape[-1:], tensor.dtype, tensor._version)
         if key not in self.stored:
-            self._held(tensor)
+            self._reserved_address(tensor)
             self.stored[key] = self.technique.store(in_memory)
         return partial(_restored, self.stored[key], in_memory.shape, [order.index(axis) for axis in range(tensor.ndim)])
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        if self.depth_exact or not tensor.is_floating_point() or tensor.element_size() < 2:
+        if self.exact_depth or not tensor.is_floating_point() or tensor.element_size() < 2:
             return False
         return self.operands is None or tensor.untyped_storage()._cdata in self.operands
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the stored forms at the end of forward.
 
         Autograd references `pack`, and so this object, as long as the graph. A stored form should
         be freed with the operation that needs it.
         """
-        self.references.clear()
+        self.storage_references.clear()
         self.stored.clear()
 
 
@@ -224,5 +224,5 @@ def _restored(stored: Restore, shape: torch.Size, axes: list[int]) -> Tensor:
     return stored().reshape(shape).permute(axes)
 
 
-def _unpack(kept: Tensor | Restore) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept()
+def _unpack(packed: Tensor | Restore) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()

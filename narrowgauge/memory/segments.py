@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from narrowgauge.addresses import Key, validity
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import is_compiled
-from narrowgauge.memory.repeating import Surroundings
+from narrowgauge.memory.recomputation import RngAndAutocast
 
 
 def sqrt_lengths(blocks: int) -> list[int]:
@@ -64,20 +64,20 @@ def equal_lengths(blocks: int, length: int) -> list[int]:
 
 def most_inputs(lengths: list[int]) -> int:
     """Return the largest number of block inputs alive at one moment of backward."""
-    return max((place + length for place, length in enumerate(lengths)), default=0)
+    return max((index + length for index, length in enumerate(lengths)), default=0)
 
 
 class SegmentMember:
     """Runs a block's forward so that backward recomputes it as part of a segment.
 
     name          of the block
-    before        the member for the preceding block of the segment, or None
+    previous      the member for the preceding block of the segment, or None
     warned        the warning about a changed input was given
     output_bytes  bytes of the block's last output
     """
 
-    def __init__(self, name: str, before: SegmentMember | None) -> None:
-        self.name, self.before = name, before
+    def __init__(self, name: str, previous: SegmentMember | None) -> None:
+        self.name, self.previous = name, previous
         self.warned = False
         self.output_bytes = 0
         self._last: weakref.ref[Call] | None = None
@@ -86,10 +86,10 @@ class SegmentMember:
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run `forward` and return its output; backward repeats the call."""
-        return self._eagerly(torch.compiler.is_compiling(), block, forward, args, kwargs)
+        return self._run_eagerly(torch.compiler.is_compiling(), block, forward, args, kwargs)
 
     @_disable_dynamo
-    def _eagerly(
+    def _run_eagerly(
         self, is_traced: bool, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         """Run between two graphs if the model is compiled."""
@@ -101,9 +101,9 @@ class SegmentMember:
                 "Call narrowgauge.memory.compile_blocks(model), which compiles each; or take 'full' or 'selective'.",
                 code="checkpointing.compiled",
             )
-        previous = self.before.last() if self.before is not None else None
+        previous = self.previous.last() if self.previous is not None else None
         call = Call(block, forward, args, kwargs, previous)
-        if previous is not None and not call.continues and not self.warned:
+        if previous is not None and not call.follows_previous and not self.warned:
             self.warned = True
             warnings.warn(
                 f"checkpoint: the input of {self.name} is not what the block before it returned, so it is kept: a segment begins there.",
@@ -132,7 +132,7 @@ class SegmentMember:
 
     def __reduce__(self) -> Any:
         """Copy and pickle without calls."""
-        return SegmentMember, (self.name, self.before)
+        return SegmentMember, (self.name, self.previous)
 
 
 class Call:
@@ -141,7 +141,7 @@ class Call:
     Its tensor arguments are saved, or are outputs of the preceding call. A call references earlier
     calls only. A reference to a later part of the graph would keep the graph alive forever.
 
-    continues  True if an argument is an output of the preceding call
+    follows_previous  True if an argument is an output of the preceding call
     """
 
     def __init__(
@@ -149,93 +149,93 @@ class Call:
     ) -> None:  # fmt: skip
         self.block, self.forward = block, forward
         leaves, self._spec = tree_flatten((args, kwargs))
-        tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        self._others = {place: leaf for place, leaf in enumerate(leaves) if place not in tensors}
-        self._requires = {place: leaf.requires_grad for place, leaf in tensors.items()}
+        tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        self._other_leaves = {index: leaf for index, leaf in enumerate(leaves) if index not in tensors}
+        self._requires_grad = {index: leaf.requires_grad for index, leaf in tensors.items()}
         # Position of an argument leaf -> index of the preceding call's output.
-        self._from: dict[int, int] = {}
+        self._from_previous: dict[int, int] = {}
 
         if previous is not None:
-            for place, leaf in tensors.items():
-                if leaf.requires_grad and (output := previous._which(leaf)) is not None:
-                    self._from[place] = output
-        self.continues = bool(self._from)
-        self._previous = previous if self.continues else None
-        self._kept = [place for place in tensors if place not in self._from]
-        self._keeper = _keep([tensors[place] for place in self._kept])
-        self._then = Surroundings(tensors.values())
+            for index, leaf in tensors.items():
+                if leaf.requires_grad and (output := previous._output_index(leaf)) is not None:
+                    self._from_previous[index] = output
+        self.follows_previous = bool(self._from_previous)
+        self._previous = previous if self.follows_previous else None
+        self._saved_leaves = [index for index in tensors if index not in self._from_previous]
+        self._saved_node = _save_tensors([tensors[index] for index in self._saved_leaves])
+        self._snapshot = RngAndAutocast(tensors.values())
         self._returned: dict[int, tuple[StorageWeakRef, Key]] = {}
         # Recomputed outputs, for later calls whose arguments they are.
-        self._values: dict[int, Tensor] = {}
-        self._wanted: set[int] = set()
+        self._recomputed_outputs: dict[int, Tensor] = {}
+        self._requested_outputs: set[int] = set()
 
     def returned(self, output: Any) -> int:
         """Record the outputs, to recognize them as inputs of the next block; return their bytes."""
         nbytes = 0
-        for place, leaf in enumerate(tree_leaves(output)):
+        for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad and (key := validity(leaf)) is not None:
                 # A weak reference: outputs are freed as without checkpointing. Address and version
                 # alone could match a new tensor in freed memory.
-                self._returned[place] = StorageWeakRef(leaf.untyped_storage()), key
+                self._returned[index] = StorageWeakRef(leaf.untyped_storage()), key
                 nbytes += leaf.nbytes
         return nbytes
 
-    def _which(self, tensor: Tensor) -> int | None:
+    def _output_index(self, tensor: Tensor) -> int | None:
         """Return the index of the output that the tensor is, unchanged; else None."""
         key = validity(tensor)
-        for place, (storage, known) in self._returned.items():
-            if key == known and not storage.expired():
-                self._wanted.add(place)
-                return place
+        for index, (storage, recorded) in self._returned.items():
+            if key == recorded and not storage.expired():
+                self._requested_outputs.add(index)
+                return index
         return None
 
     def repeat(self) -> Any:
         """Recompute the block's output, freeing the recomputed inputs."""
-        return self._again(self._inputs(takes=True))
+        return self._run_forward(self._inputs(frees=True))
 
-    def _again(self, leaves: list[Any]) -> Any:
+    def _run_forward(self, leaves: list[Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, self._spec)
-        with self._then.again():
+        with self._snapshot.restored():
             return self.forward(*args, **kwargs)
 
-    def _inputs(self, takes: bool) -> list[Any]:
+    def _inputs(self, frees: bool) -> list[Any]:
         """Return the leaves of the arguments.
 
-        takes  free the preceding call's outputs, since they are not needed again
+        frees  free the preceding call's outputs, since they are not needed again
         """
-        found = dict(self._others)
-        if self._keeper is not None:
-            kept = self._keeper.saved_tensors
-            found.update(zip(self._kept, (each.detach() for each in kept), strict=True))
+        found = dict(self._other_leaves)
+        if self._saved_node is not None:
+            saved = self._saved_node.saved_tensors
+            found.update(zip(self._saved_leaves, (each.detach() for each in saved), strict=True))
         if self._previous is not None:
-            self._previous._compute(set(self._from.values()))
-            for place, output in self._from.items():
-                found[place] = self._previous._values[output].detach()
-            if takes:
-                for output in set(self._from.values()):
-                    del self._previous._values[output]
-        for place, requires in self._requires.items():
+            self._previous._compute(set(self._from_previous.values()))
+            for index, output in self._from_previous.items():
+                found[index] = self._previous._recomputed_outputs[output].detach()
+            if frees:
+                for output in set(self._from_previous.values()):
+                    del self._previous._recomputed_outputs[output]
+        for index, requires in self._requires_grad.items():
             # As in forward: detach cleared the flag.
-            found[place].requires_grad_(requires)
-        return [found[place] for place in range(len(found))]
+            found[index].requires_grad_(requires)
+        return [found[index] for index in range(len(found))]
 
     def _compute(self, outputs: set[int]) -> None:
         """Recompute these outputs, after the outputs of all preceding calls."""
         waiting: list[Call] = []
         call: Call | None = self
         # Walk back to the nearest call whose outputs exist, then recompute forward from there.
-        while call is not None and not outputs <= call._values.keys():
+        while call is not None and not outputs <= call._recomputed_outputs.keys():
             waiting.append(call)
-            outputs, call = set(call._from.values()), call._previous
+            outputs, call = set(call._from_previous.values()), call._previous
         for each in reversed(waiting):
             each._compute_outputs()
 
     def _compute_outputs(self) -> None:
         # Gradients stay enabled although the saved tensors are dropped. With no_grad, layers would
         # take other paths (amax histories, caches, random numbers) and draw other numbers.
-        with _gathered(self.block), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
-            leaves = tree_leaves(self._again(self._inputs(takes=False)))
-        self._values = {place: leaves[place].detach() for place in self._wanted}
+        with _unsharded(self.block), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+            leaves = tree_leaves(self._run_forward(self._inputs(frees=False)))
+        self._recomputed_outputs = {index: leaves[index].detach() for index in self._requested_outputs}
 
 
 def _drop(tensor: Tensor) -> None:
@@ -246,7 +246,7 @@ def _refuse(nothing: None) -> Tensor:
     raise AssertionError("a call that only gives its output has no backward")
 
 
-class _Keep(torch.autograd.Function):
+class _SaveTensors(torch.autograd.Function):
     """Save tensors in an autograd node: saved-tensor hooks see them, in-place changes raise errors."""
 
     @staticmethod
@@ -259,17 +259,17 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("its result is not used")
 
 
-def _keep(tensors: list[Tensor]) -> Any:
+def _save_tensors(tensors: list[Tensor]) -> Any:
     """Return a graph node with the tensors as `saved_tensors`; None if there are none."""
     if not tensors:
         return None
     # The node exists only if an input requires gradients; the saved tensors need not.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    return _Keep.apply(anchor, *tensors).grad_fn
+    return _SaveTensors.apply(anchor, *tensors).grad_fn
 
 
 @contextmanager
-def _gathered(block: Any) -> Iterator[None]:
+def _unsharded(block: Any) -> Iterator[None]:
     """Unshard a block of fully_shard; its hooks do not run here, since `forward` is called directly."""
     if not (hasattr(block, "unshard") and hasattr(block, "reshard")):
         yield

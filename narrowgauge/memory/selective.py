@@ -22,22 +22,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from narrowgauge.memory.measure import note
-from narrowgauge.memory.repeating import checkpointed
+from narrowgauge.memory.measure import report_saved
+from narrowgauge.memory.recomputation import checkpointed
 from narrowgauge.nn.kept_products import KEEPER
 
 # Not every release of torch has all of them.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "_grouped_mm", "convolution")
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "_grouped_mm", "convolution")
 _ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 _ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-KEPT_OPERATIONS = frozenset(
-    getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION) if hasattr(torch.ops.aten, name)
+SAVED_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name).default for name in (*_MATMULS, *_ATTENTION) if hasattr(torch.ops.aten, name)
 )
 # This package's operators, by name: each is defined on first use.
 _OURS = frozenset(f"narrowgauge::{name}" for name in ("block_mm", "scaled_mm", "int4_mm"))
 
 
-def selectively(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def selective_checkpoint(
+    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a block's forward so that backward recomputes it, except matmuls and attention."""
     return checkpointed(forward, args, kwargs, _contexts)
 
@@ -47,29 +49,29 @@ def _contexts() -> Any:
         return create_selective_checkpoint_contexts(_policy)
     # torch's own contexts count every operation of a kind. A Linear that reuses its saved result
     # skips some operations, so eager mode has its own queue.
-    kept: deque[tuple[Any, Any]] = deque()
-    return _Keep(kept), _Give(kept)
+    saved: deque[tuple[Any, Any]] = deque()
+    return _Record(saved), _Replay(saved)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _keeps(operation, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_saved(operation, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Watch(TorchDispatchMode):
+class _MatmulMode(TorchDispatchMode):
     """Dispatch mode that intercepts matmuls and attention.
 
-    kept  queue of (operation, or None for a Linear with a recipe; (output, versions))
+    saved  queue of (operation, or None for a Linear with a recipe; (output, versions))
     """
 
-    def __init__(self, kept: deque[tuple[Any, Any]]) -> None:
+    def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
         super().__init__()
-        self.kept = kept
+        self.saved = saved
         # Inside of a Linear with a recipe, which reports its own result.
-        self.is_inside = False
+        self.in_linear = False
         self._tokens: list[Any] = []
 
     def __enter__(self) -> Any:
-        self.is_inside = False
+        self.in_linear = False
         self._tokens.append(KEEPER.set(self))
         return super().__enter__()
 
@@ -87,18 +89,18 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_inside or not _keeps(func, args, kwargs):
+        if self.in_linear or not _is_saved(func, args, kwargs):
             return func(*args, **kwargs)
-        return self.product(func, args, kwargs)
+        return self.on_matmul(func, args, kwargs)
 
-    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
 
-class _Keep(_Watch):
+class _Record(_MatmulMode):
     """Forward pass: save the outputs."""
 
-    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
         # Below autograd, detach() creates a new version counter unless ADInplaceOrView is enabled.
         # The shared counter is needed to detect in-place changes.
@@ -107,43 +109,43 @@ class _Keep(_Watch):
         return found
 
     def begin(self) -> None:
-        self.is_inside = True
+        self.in_linear = True
 
     def end(self, output: Tensor | None) -> None:
-        self.is_inside = False
+        self.in_linear = False
         if output is not None:
             self._put(None, output.detach())
 
     def _put(self, func: Any, output: Any) -> None:
         tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         # Saved-tensor hooks do not see this queue.
-        note(*tensors)
-        self.kept.append((func, (output, [each._version for each in tensors])))
+        report_saved(*tensors)
+        self.saved.append((func, (output, [each._version for each in tensors])))
 
 
-class _Give(_Watch):
+class _Replay(_MatmulMode):
     """Recomputation: return the saved outputs."""
 
-    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._take(func)
 
     def begin(self) -> Tensor:
-        self.is_inside = True
+        self.in_linear = True
         found: Tensor = self._take(None)
         return found
 
     def end(self, output: Tensor | None) -> None:
-        self.is_inside = False
+        self.in_linear = False
 
     def _take(self, func: Any) -> Any:
         name = "a Linear with a recipe" if func is None else str(func)
-        if not self.kept:
+        if not self.saved:
             raise RuntimeError(
                 f"checkpoint: backward asks for the output of {name}, which is not kept (any more). Under 'selective' a graph has one "
                 "backward pass: take 'full' for retain_graph=True."
             )
         # Popped: a saved output is freed as soon as recomputation has used it.
-        was, (output, versions) = self.kept.popleft()
+        was, (output, versions) = self.saved.popleft()
         if was is not func:
             raise RuntimeError(
                 f"checkpoint: forward kept the output of {'a Linear with a recipe' if was is None else was}, and the repetition computes "
@@ -156,12 +158,12 @@ class _Give(_Watch):
         return output
 
 
-def _keeps(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return (operation in KEPT_OPERATIONS or operation.name() in _OURS) and not _draws(operation, args, kwargs)
+def _is_saved(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (operation in SAVED_OPERATIONS or operation.name() in _OURS) and not _has_dropout(operation, args, kwargs)
 
 
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for place, argument in enumerate(operation._schema.arguments):
+def _has_dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for index, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
-            return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
+            return bool(kwargs.get("dropout_p", args[index] if index < len(args) else 0.0))
     return False

@@ -1,6 +1,6 @@
 """Recompute the input of a Linear in backward instead of saving it.
 
-A fused norm or activation (`fuse.keeping`) already saves its own inputs. The Linears that read its
+A fused norm or activation (`fuse.saving`) already saves its own inputs. The Linears that read its
 output save the same tensors, which autograd stores once, and recompute their operand in backward.
 The recomputed operand is bit-identical to the operand of the forward pass.
 """

@@ -93,7 +93,7 @@ def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
-        if isinstance(getattr(forward, "kept", forward), Float32Forward):
+        if isinstance(getattr(forward, "replaced_forward", forward), Float32Forward):
             found[name] = module
     return found
 

@@ -138,7 +138,7 @@ class FrozenWeight(LayerState):
     def serves(self, recipe: Recipe | None) -> bool:
         return recipe is self.recipe
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Do nothing: the codes stay valid when the caches are cleared."""
 
     def hold(self, layer: QLinear) -> None:

@@ -86,7 +86,7 @@ class QLinear(nn.Linear):
     sampling       RowSampling, or None
     precast        casts of the weight that the optimizer's step leaves, or None
     shared_inputs  cache of x's casts, shared by all layers of a model
-    peers          (distributed.agreement.Peers) ranks that hold the layer; None without
+    peers          (distributed.state.Peers) ranks that hold the layer; None without
                    `distribute`
     gathered       (distributed.weights.GatheredWeight) codes from other ranks; None
     frozen         (nn.frozen.FrozenWeight) codes that replace the weight; None
@@ -236,7 +236,7 @@ class QLinear(nn.Linear):
         if not keep and self.precast is not None:
             self.precast.forget()
         if self.carried is not None:
-            self.carried.forget()
+            self.carried.invalidate()
 
     @property
     def carried(self) -> Any:
@@ -304,7 +304,7 @@ class QLinear(nn.Linear):
                 if self.frozen is None:
                     # FSDP has filled the parameter for this pass. The codes
                     # replace it, so free its memory.
-                    carried.release(self.weight)
+                    carried.free_storage(self.weight)
             elif self.is_suspended or not (carried.serves(self._recipe) and carried.joins_graphs):
                 return self._forward_eagerly(x)
         if self._recipe is None or self.is_suspended:

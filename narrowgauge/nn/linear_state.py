@@ -50,7 +50,7 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
     if whole is not None:
         state_dict[f"{prefix}weight"] = whole
     if layer.gathered is not None:
-        layer.gathered.forget()
+        layer.gathered.invalidate()
     if not layer.weight.is_meta and any(each.is_meta for each in added(layer).values()):
         # load_state_dict(assign=True) replaces the tensors it loads. The others are still on meta.
         layer.steps = None

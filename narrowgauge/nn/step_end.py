@@ -75,10 +75,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     warn_of_ranks(layers if held is None else held)
     if held is not None:
         warn_of_eval(layers)
-    agreements = {id(layer.peers.agreement): layer.peers.agreement for layer in layers if layer.peers is not None}
+    states = {id(layer.peers.state): layer.peers.state for layer in layers if layer.peers is not None}
     # All ranks must run these collectives in one order, and a dict may order them differently.
-    for agreement in sorted(agreements.values(), key=lambda each: each.number):
-        agreement.end_step(layers.keys())
+    for state in sorted(states.values(), key=lambda each: each.creation_index):
+        state.end_step(layers.keys())
     learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
     samplings = [layer.sampling for layer in layers if layer.sampling is not None]
     for layer in layers:

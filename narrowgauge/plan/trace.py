@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.measure import noting
+from narrowgauge.memory.measure import reporting
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
 from narrowgauge.plan.autocast import narrowed, widened
@@ -315,7 +315,7 @@ def recording(device: Device) -> Iterator[Recorder]:
         stack.enter_context(_fake_mode())
         stack.enter_context(dry_run(device, recorder.launched))
         # States of random generators are real tensors.
-        stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))
+        stack.enter_context(reporting(lambda tensor: recorder.saw(tensor, "note")))
         stack.callback(register_module_forward_pre_hook(enter).remove)
         # always_call keeps the stack of names balanced if a forward raises.
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)

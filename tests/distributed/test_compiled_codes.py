@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.distributed import agreement_of, codes_in_graphs
+from narrowgauge.distributed import codes_in_graphs, distributed_state
 from narrowgauge.nn.linear import QLinear
 from tests.distributed.llama import Llama, loss_of, parallelize
 from tests.distributed.models import build, micro_batch, state, train
@@ -24,7 +24,7 @@ from tests.distributed.test_weights import NEED_THE_ORIGINAL, STEPS, differing
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not codes_in_graphs.WORKS, reason="before torch 2.13 a layer computes between two graphs"),
+    pytest.mark.skipif(not codes_in_graphs.SUPPORTED, reason="before torch 2.13 a layer computes between two graphs"),
 ]
 
 RECIPES = [name for name in ng.recipes.names() if name not in NEED_THE_ORIGINAL]
@@ -138,7 +138,7 @@ def _disturbed(recipe, how, compiles):
         with torch.no_grad():
             losses.append(model.eval()(x).sum().item())
         model.train()
-    return losses, _state(model), agreement_of(model).messages["weights"]
+    return losses, _state(model), distributed_state(model).bytes_sent["weights"]
 
 
 def _both_disturbed(recipe, how):

@@ -224,7 +224,7 @@ def _copied():
     copied = copy.deepcopy(build("fp8-delayed"))
     again = copy.deepcopy(ng.distribute(build("fp8-delayed")))
     train(again, [dist.get_rank()], 1, 2)
-    return ng.distributed.agreement_of(again).layers, len(state(copied)), len(state(model))
+    return ng.distributed.distributed_state(again).layers, len(state(copied)), len(state(model))
 
 
 def test_a_copy_stands_alone(ranks):

@@ -138,25 +138,25 @@ def test_without_ranks():
     with raises(ConfigError, "distribute.refused", "nn.Module"):
         ng.distribute([])
     with raises(ConfigError, "distribute.not-distributed"):
-        ng.distributed.agreement_of(build("bf16"))
+        ng.distributed.distributed_state(build("bf16"))
 
 
 def test_its_state_goes_on(seed=5):
     def losses(model, first, steps):
-        agreement = ng.distributed.agreement_of(model)
-        agreement.step = first
+        distributed = ng.distributed.distributed_state(model)
+        distributed.step = first
         return train(model, range(2), steps, 2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
 
     model = ng.distribute(build("int4-hq-bs"), seed=seed)
     straight = losses(model, 0, 2)
-    state = ng.distributed.agreement_of(model).state_dict()
+    state = ng.distributed.distributed_state(model).state_dict()
     assert state == {"seed": seed, "step": 2, "gradients": {}}
     other = ng.distribute(build("int4-hq-bs"), seed=0)
-    ng.distributed.agreement_of(other).load_state_dict({**state, "step": 0})
+    ng.distributed.distributed_state(other).load_state_dict({**state, "step": 0})
     assert losses(other, 0, 2) == straight  # the same noise, from the seed alone
     for wrong in ({}, {"seed": 1}, {"seed": 1, "step": -1}, {"seed": True, "step": 0}):
         with raises(CheckpointError, "distribute.state"):
-            ng.distributed.agreement_of(other).load_state_dict(wrong)
+            ng.distributed.distributed_state(other).load_state_dict(wrong)
 
 
 def _unsummed(kind):
@@ -260,7 +260,7 @@ def test_codes_of_weights_that_nothing_gathers_are_refused(ranks):
 def test_one_process_takes_the_settings_of_several():
     """So that one script is the run and what it is compared with."""
     model = ng.distribute(build("fp8-current"), reduce="sum", gradients="fp8")
-    assert train(model, [0], 1, 1) and ng.distributed.agreement_of(model).gradients.sent == {}
+    assert train(model, [0], 1, 1) and ng.distributed.distributed_state(model).gradients.bytes_sent == {}
     with raises(ConfigError, "distribute.choice", "gradients", "'fp4'"):
         ng.distribute(build("fp8-current"), gradients="fp4")
 
@@ -283,7 +283,7 @@ def _without_a_batch(missing):
             dist.all_reduce(each.grad)
         optimizer.step()
         optimizer.zero_grad()
-    return ng.distributed.agreement_of(model).step
+    return ng.distributed.distributed_state(model).step
 
 
 @pytest.mark.parametrize("missing", [0, 1])

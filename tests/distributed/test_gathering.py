@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.distributed.gathering import gathered
+from narrowgauge.distributed.gathering import gather_state_dict
 from tests.selection import quick
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
@@ -49,7 +49,7 @@ def export(folder: Any, how: str, tied: bool, dtype: torch.dtype | None) -> list
     _spread(model, how)
     if how != "plain":
         model(torch.arange(6)[None]).logits.sum().backward()  # weights are gathered, and sharded again
-    state = gathered(model, dtype)
+    state = gather_state_dict(model, dtype)
     names = list(state)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)  # which takes entries out as it writes them
@@ -83,7 +83,7 @@ def gather_stages() -> dict[str, torch.Tensor]:
     narrow.register_buffer("codes", torch.arange(4 + stage, dtype=torch.uint8).view(torch.float8_e4m3fn))
     narrow.register_buffer("scaling", torch.ones(1))
     model[f"narrow{stage}"] = narrow
-    found = gathered(model, torch.bfloat16, only=lambda name: "scaling" not in name)
+    found = gather_state_dict(model, torch.bfloat16, only=lambda name: "scaling" not in name)
     return {name: tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for name, tensor in found.items()}
 
 
@@ -123,7 +123,7 @@ def gather_peak() -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", counted)
-        gathered(model)
+        gather_state_dict(model)
     return most
 
 
@@ -133,7 +133,7 @@ def test_other_ranks_hold_one_whole_tensor_at_a_time(ranks):
 
 def test_one_process_needs_no_group():
     model = llama(tied=True)
-    assert gathered(model).keys() == model.state_dict().keys()
+    assert gather_state_dict(model).keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
@@ -142,4 +142,4 @@ def test_what_recipes_remember_is_no_weight(recipe):
     model = llama(tied=True)
     names = model.state_dict().keys()
     ng.convert(model, recipe)
-    assert gathered(model, torch.bfloat16).keys() == names != model.state_dict().keys()
+    assert gather_state_dict(model, torch.bfloat16).keys() == names != model.state_dict().keys()

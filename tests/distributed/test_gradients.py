@@ -97,7 +97,12 @@ def _reduced(
         with without_sync(parallel):
             loss_of(parallel, batch).backward()
     loss_of(parallel, first + micro_batches - 1).backward()
-    return {"gradients": gradients_of(parallel), "sent": made.sent, "state": made.state_dict(), "words": made.words}
+    return {
+        "gradients": gradients_of(parallel),
+        "sent": made.bytes_sent,
+        "state": made.state_dict(),
+        "words": made.descriptions,
+    }
 
 
 def alone(batches: int, divisor: float = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -335,7 +340,7 @@ def _bytes_per_parameter(kind: str, numbers: str) -> tuple[float, float]:
     made = DistributedDataParallel(made) if kind == "ddp" else shard(made, init_device_mesh("cpu", (2,)))
     state = install(made, gradients=numbers)
     made(torch.randn(8, 256)).square().sum().backward()
-    return sum(state.sent.values()) / count, state.bytes_per_number
+    return sum(state.bytes_sent.values()) / count, state.bytes_per_element
 
 
 @pytest.mark.parametrize("numbers", ("fp8", "fp8-lm"))
@@ -354,17 +359,17 @@ def one(value: float) -> Tensor:
 
 
 def test_mu_doubles_in_a_thousand_steps_and_is_halved_by_overflow():
-    controller, judged = Controller(), torch.tensor([True])
+    controller, is_valid = Controller(), torch.tensor([True])
     numbers = one(1e6)
-    controller.update(["w"], one(11.0), numbers, judged)  # 0.0011 %
+    controller.update(["w"], one(11.0), numbers, is_valid)  # 0.0011 %
     assert controller.state_dict() == {"w": 0.5}
     for _ in range(DOUBLING_STEPS):
-        controller.update(["w"], one(10.0), numbers, judged)  # 0.001 %, not above
+        controller.update(["w"], one(10.0), numbers, is_valid)  # 0.001 %, not above
     assert controller.state_dict()["w"] == pytest.approx(1.0, rel=1e-4)  # 1,000 roundings to float32
     for _ in range(2 * DOUBLING_STEPS):
-        controller.update(["w"], one(0.0), numbers, judged)
+        controller.update(["w"], one(0.0), numbers, is_valid)
     assert controller.state_dict() == {"w": LARGEST_MU}
-    controller.update(["w"], one(1e6), numbers, ~judged)
+    controller.update(["w"], one(1e6), numbers, ~is_valid)
     assert controller.state_dict() == {"w": LARGEST_MU}
 
 

@@ -134,15 +134,15 @@ def test_an_overlap_that_hides_a_gap_is_refused(tmp_path: Path) -> None:
 def test_many_chunks_of_an_irregular_grid_are_checked_in_linear_time() -> None:
     """2,048 x 16 chunks: a check of all pairs would take 5e8 comparisons."""
     boxes = [((row, column), (1, 1)) for row, column in itertools.product(range(2048), range(16))]
-    assert indexes._is_filled_once((2048, 16), boxes)
+    assert indexes._covers_once((2048, 16), boxes)
     boxes[-1] = boxes[0]
-    assert not indexes._is_filled_once((2048, 16), boxes)
+    assert not indexes._covers_once((2048, 16), boxes)
 
 
 def test_chunks_that_cut_many_axes_are_refused_at_once() -> None:
     boxes = [((0,) * 40, (1,) * 40), ((1,) * 40, (1,) * 40)]
     with pytest.raises(ValueError, match="cut 40 axes"):
-        indexes._is_filled_once((2,) * 40, boxes)
+        indexes._covers_once((2,) * 40, boxes)
 
 
 @pytest.mark.parametrize("how", ["type", "shape", "missing"])

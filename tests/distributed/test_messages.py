@@ -87,7 +87,7 @@ def test_sums_are_those_of_the_decoded_messages_in_rank_order(ranks, world):
 def _alone(x: Tensor) -> list[Tensor | int]:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     link = Link(groups[dist.get_rank()])
-    found = [messages.all_reduce(x, link), messages.reduce_scatter(x.reshape(1, -1), link), link.sent.total()]
+    found = [messages.all_reduce(x, link), messages.reduce_scatter(x.reshape(1, -1), link), link.bytes_sent.total()]
     for group in groups:
         dist.destroy_process_group(group)
     return found
@@ -140,7 +140,7 @@ def _bytes(numel: int) -> tuple[int, dict[str, int]]:
     link = Link(dist.group.WORLD)
     with Traffic() as seen:
         messages.all_reduce(given(link.rank, numel), link)
-    return seen.nbytes, dict(link.sent)
+    return seen.nbytes, dict(link.bytes_sent)
 
 
 def test_a_number_takes_129_128ths_of_a_byte_each_way(ranks):

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.distributed import agreement_of
-from narrowgauge.distributed.stage_messages import Pack, Unpack, message_like
+from narrowgauge.distributed import distributed_state
+from narrowgauge.distributed.stage_messages import DecodeMessage, EncodeMessage, message_like
 from narrowgauge.errors import ConfigError
 from tests.distributed.models import TOKENS, WIDTH, build
 from tests.distributed.pipelines import SCHEDULES, places, run_alone, run_pipeline, stages_of
@@ -77,7 +77,9 @@ def _alone(name, between=(), **options):
     model = ng.distribute(_model(name, **options))
     for number, block in enumerate(model):
         if number in between:
-            block.register_forward_pre_hook(lambda _, args: (Unpack.apply(Pack.apply(args[0]), lambda sent: None),))
+            block.register_forward_pre_hook(
+                lambda _, args: (DecodeMessage.apply(EncodeMessage.apply(args[0]), lambda sent: None),)
+            )
     return run_alone(model, STEPS, MICRO_BATCHES)
 
 
@@ -163,7 +165,7 @@ def _bytes(activations):
     x = torch.randn(4 * TOKENS, WIDTH).bfloat16()
     for _ in range(2):
         engine.step(*([x] if rank == 0 else []), target=x if rank else None)
-    return stage.sent, agreement_of(stage.submod).messages
+    return stage.sent, distributed_state(stage.submod).bytes_sent
 
 
 def test_bytes_on_the_wire_are_half_of_sixteen_bits(ranks):
@@ -171,7 +173,7 @@ def test_bytes_on_the_wire_are_half_of_sixteen_bits(ranks):
     for rank, what in enumerate(["activations", "gradients of activations"]):
         assert wide[rank][0][what] == 2 * 4 * TOKENS * WIDTH * 2
         assert narrow[rank][0][what] <= 0.52 * wide[rank][0][what]
-        assert narrow[rank][1][what] == narrow[rank][0][what]  # what `agreement_of` counts
+        assert narrow[rank][1][what] == narrow[rank][0][what]  # what `distributed_state` counts
 
 
 class Several(nn.Module):

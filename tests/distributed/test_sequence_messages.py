@@ -49,7 +49,7 @@ def _sent(model: Llama) -> Counter[str]:
     total: Counter[str] = Counter()
     for module in model.modules():
         if (each := tensor_parallel.messages_of(module)) is not None:
-            total += each.sent
+            total += each.bytes_sent
     return total
 
 
@@ -219,5 +219,5 @@ def test_sixteen_bits_are_torchs_own(ranks):
 def test_words_say_how_an_input_travels():
     for recipe, begins, ends in (("mxfp8", "e4m3 1x32", "e8m0-ceil"), ("nvfp4", "e4m3 1x128", "or two scales")):
         layer = ng.convert(nn.Sequential(nn.Linear(64, 64)), {"0": ng.recipes.get(recipe)})[0]
-        words = sequence_messages.travels_as(layer, "x")
+        words = sequence_messages.describe_traffic(layer, "x")
         assert words.startswith(begins) and words.endswith(ends), words

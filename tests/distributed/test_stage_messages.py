@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from narrowgauge.distributed.stage_messages import (
-    Pack,
-    Unpack,
+    DecodeMessage,
+    EncodeMessage,
     columns_of,
     decode,
     encode,
-    is_packed,
+    is_sent_as_codes,
     message_like,
     width,
 )
@@ -74,12 +74,12 @@ def test_the_message_of_finite_numbers_is_finite_too(dtype):
 def test_gradients_travel_likewise():
     x = torch.randn(5, 70, dtype=torch.bfloat16, requires_grad=True)
     weights, told = torch.randn(5, 70).bfloat16(), []
-    y = Unpack.apply(Pack.apply(x), told.append)
+    y = DecodeMessage.apply(EncodeMessage.apply(x), told.append)
     (y * weights).sum().backward()
     assert torch.equal(y, decode(encode(x))) and torch.equal(x.grad, decode(encode(weights)))
     assert [each.shape for each in told] == [encode(x).shape]
     with pytest.raises(RuntimeError, match='activations="16bit"'):
-        torch.autograd.grad(Pack.apply(x).sum(), x, create_graph=True)
+        torch.autograd.grad(EncodeMessage.apply(x).sum(), x, create_graph=True)
 
 
 def test_zeros_and_empty_tensors():
@@ -91,7 +91,7 @@ def test_zeros_and_empty_tensors():
 
 def test_other_tensors_are_no_messages():
     others = [torch.zeros(3, dtype=each) for each in (torch.int64, torch.bool, torch.float64, torch.uint8)]
-    assert not any(is_packed(each) for each in [*others, torch.tensor(1.0), 3, None])
+    assert not any(is_sent_as_codes(each) for each in [*others, torch.tensor(1.0), 3, None])
     assert all(message_like(each) is each for each in others)
     for shape in [(32, 64), (2, 5, 1, 1, 1, 1, 2), (4, 18, 1, 1, 1, 1), (4, 1, 40, 1, 1, 1)]:
         with raises(ShapeError, "pipeline.message"):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowgauge as ng
 from narrowgauge import manifest
 from narrowgauge import storage as files
-from narrowgauge.distributed import agreement_of, shards, storage
+from narrowgauge.distributed import distributed_state, shards, storage
 from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.train.checkpoint import store
 from tests.raising import raises
@@ -646,13 +646,13 @@ def loop_of_ones_own(folder: Path, how: str, start: int) -> list[float]:
 
     def state_of(step: int) -> dict[str, Any]:
         weights, states = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": states, "agreement": agreement_of(model).state_dict(), "step": step}
+        return {"model": weights, "optimizer": states, "agreement": distributed_state(model).state_dict(), "step": step}
 
     if start:
         state = state_of(0)
         storage.load(state, folder)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        agreement_of(model).load_state_dict(state["agreement"])
+        distributed_state(model).load_state_dict(state["agreement"])
         assert state["step"] == start
     losses = []
     for step in range(start, 4):

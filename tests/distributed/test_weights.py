@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.distributed import agreement_of
+from narrowgauge.distributed import distributed_state
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from tests.distributed.llama import Llama, loss_of, parallelize
@@ -175,7 +175,7 @@ def _checkpointed(weights, recipe, reentrant):
     _shard(model, weights, parts=model.inner)
     model.inner.requires_grad_(True)
     losses = train(_InputWithGradient(model) if reentrant else model, [dist.get_rank()], STEPS, dist.get_world_size())
-    return losses, state(model), dict(agreement_of(model).messages)
+    return losses, state(model), dict(distributed_state(model).bytes_sent)
 
 
 class _InputWithGradient(nn.Module):
@@ -331,7 +331,7 @@ def _sent(recipe, width):
     x = torch.randn(4, width)
     model(x).sum().backward()
     weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, QLinear))
-    sent = agreement_of(model).messages
+    sent = distributed_state(model).bytes_sent
     return sent["weights"] / weights, sent["weight scales"] / weights
 
 
@@ -459,16 +459,16 @@ class Tied(nn.Module):
 def _tied(weights):
     model = _shard(ng.convert(Tied(), "fp8-current"), weights, parts=[])
     losses = train(model, [dist.get_rank()], STEPS, 2)
-    gathers = agreement_of(model).weights
-    return losses, state(model), None if gathers is None else gathers.travels(model.one)
+    gathers = distributed_state(model).weights
+    return losses, state(model), None if gathers is None else gathers.traffic(model.one)
 
 
 def test_tied_weights_travel_as_torch_sends_them(ranks):
-    for (losses, tensors, _), (own_losses, own, travels) in ranks(2)(_both, _tied):
+    for (losses, tensors, _), (own_losses, own, traffic) in ranks(2)(_both, _tied):
         assert own_losses == losses and differing(own, tensors) == []
         assert (
-            travels.format == "float32, or as mp_policy says"
-            and travels.why_not_narrower == "its weight is also 'two.weight'"
+            traffic.format == "float32, or as mp_policy says"
+            and traffic.reason_16bit == "its weight is also 'two.weight'"
         )
 
 
@@ -476,7 +476,7 @@ def _travels():
     found = {}
     for name in ng.recipes.names():
         model = _shard(build(name), "codes")
-        found[name] = tuple(agreement_of(model).weights.travels(model[0].up))
+        found[name] = tuple(distributed_state(model).weights.traffic(model[0].up))
     return found
 
 

@@ -91,7 +91,7 @@ def test_their_casts_are_read_and_their_numbers_stay(name):
     model = built(name, fuse=True)
     for a, b in zip(gradients(built(name)), gradients(model), strict=True):
         assert_same(a, b)
-    assert all(each.unread == 0 for each in fusions(model) if each.readers and not each.reason)
+    assert all(each.unused_cast_share == 0 for each in fusions(model) if each.readers and not each.reason)
 
 
 @pytest.mark.parametrize("name", quick(["gemma2"], MODELS))

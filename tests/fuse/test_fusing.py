@@ -133,7 +133,7 @@ def test_every_reader_takes_the_cast_and_nobody_casts_again(monkeypatch):
     model = built("llama", "fp8-delayed")
     trained(model, 1)
     assert casts == [(24, 64), (24, 64), (24, 96)] * 2
-    assert all(each.unread == 0 for each in fusions(model) if each.readers)
+    assert all(each.unused_cast_share == 0 for each in fusions(model) if each.readers)
 
 
 def test_windows_of_readers_agree_with_those_of_an_unfused_model():
@@ -368,7 +368,7 @@ def test_a_reader_that_never_comes_shows():
     for _ in range(2):
         norm(torch.randn(3, 64))
     found = {each.name: each for each in fusions(model)}["model.layers.0.input_layernorm"]
-    assert found.unread == 1 and "100% of its casts were read by nobody" in str(found)
+    assert found.unused_cast_share == 1 and "100% of its casts were read by nobody" in str(found)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function

@@ -43,9 +43,9 @@ def test_gradients_do_not_change_and_bytes_fall(policy):
     assert_same(again, gradients)
     kept = saved_bytes(model, INPUTS).total
     assert kept < whole
-    assert report.recomputed and set(report.recomputed) | set(report.kept) == set(find_blocks(model))
-    if report.kept_bytes is not None:
-        assert report.kept_bytes == kept <= (400 if policy.endswith("KiB") else 204.8) * 1024
+    assert report.recomputed and set(report.recomputed) | set(report.not_recomputed) == set(find_blocks(model))
+    if report.measured_bytes is not None:
+        assert report.measured_bytes == kept <= (400 if policy.endswith("KiB") else 204.8) * 1024
 
 
 @pytest.mark.parametrize("policy", ["full", "sqrt", "selective"])
@@ -97,9 +97,11 @@ def test_frozen_layers_below_are_neither_kept_nor_computed_again():
 def test_the_last_block_is_left_out_by_default():
     model = llama()
     assert "lie below" not in str(checkpoint(model, "full"))
-    assert checkpoint(model, "full").kept == ("model.layers.3",)
-    assert checkpoint(model, "full", keep_last=False).kept == ()
-    assert checkpoint(model, "every-3").segments == (3,) and checkpoint(model, "every-3").kept == ("model.layers.3",)
+    assert checkpoint(model, "full").not_recomputed == ("model.layers.3",)
+    assert checkpoint(model, "full", keep_last=False).not_recomputed == ()
+    assert checkpoint(model, "every-3").segments == (3,) and checkpoint(model, "every-3").not_recomputed == (
+        "model.layers.3",
+    )
     assert checkpoint(model, "every-3", keep_last=False).segments == (3, 1)
 
 
@@ -189,9 +191,11 @@ def test_a_budget_takes_segments_where_full_is_too_much():
     checkpoint(model, "sqrt", keep_last=False)
     at_the_end, residual = saved_bytes(model, INPUTS).total, 4 * 32 * 32 * 4
     report = checkpoint(model, f"budget:{full - 1}B", batch=INPUTS)
-    assert report.segments == (4, 3, 2, 1) and report.kept == () and report.kept_bytes == at_the_end < full
+    assert (
+        report.segments == (4, 3, 2, 1) and report.not_recomputed == () and report.measured_bytes == at_the_end < full
+    )
     report = checkpoint(model, f"budget:{full}B", batch=INPUTS)
-    assert report.segments == () and report.kept_bytes == full
+    assert report.segments == () and report.measured_bytes == full
     few = llama(num_hidden_layers=3)  # segments of 2 and 1: what comes back is as much as full keeps
     checkpoint(few, "full", keep_last=False)
     least = saved_bytes(few, INPUTS).total

@@ -171,7 +171,7 @@ def test_tied_weights_stay_and_the_report_and_describe_say_so():
     model.append(nn.Embedding(64, 64))
     model[3].weight = model[0].weight
     report = ng.memory.freeze(model, "0,1", codes=True)
-    assert report.coded == 1 and dict(report.wide) == {"0": "tied to 3"}
+    assert report.coded == 1 and dict(report.kept_16bit) == {"0": "tied to 3"}
     notes = {row.name: row.note for row in ng.describe(model)}
     assert "frozen, kept as e4m3" in notes["1"] and "frozen, kept" not in notes["0"]
 

@@ -166,5 +166,5 @@ def test_a_block_that_computes_something_else():
 def test_graphs_keep_the_products_that_are_operators_of_ours():
     """What torch.compile's partitioner is told: each of them is defined by the module of its kernel."""
     ours = [getattr(module.torch.ops.narrowgauge, name) for module, name in _OPERATORS]
-    assert all(selective._keeps(each.default, (), {}) for each in ours)
-    assert not selective._keeps(torch.ops.aten.add.Tensor, (), {})
+    assert all(selective._is_saved(each.default, (), {}) for each in ours)
+    assert not selective._is_saved(torch.ops.aten.add.Tensor, (), {})

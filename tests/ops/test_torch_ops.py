@@ -87,20 +87,20 @@ def delayed_casts(draw: random.Random, number: int, device: str = "cpu") -> Argu
 
 def gathered_codes(draw: random.Random, number: int, device: str = "cpu") -> Arguments:
     class Weight:
-        def __init__(self, shape: tuple[int, int], is_at_hand: bool) -> None:
-            self.at_hand = torch.ones(shape, dtype=torch.uint8, device=device)
-            self.given = self.at_hand if is_at_hand else torch.zeros_like(self.at_hand)
+        def __init__(self, shape: tuple[int, int], has_codes: bool) -> None:
+            self.gathered = torch.ones(shape, dtype=torch.uint8, device=device)
+            self.given = self.gathered if has_codes else torch.zeros_like(self.gathered)
 
-        def bytes_of(self, which: str, records: bool) -> Tensor:
+        def bytes_of(self, orientation: str, use_history: bool) -> Tensor:
             return self.given
 
-    for shape, is_at_hand in product(shapes(draw, number), (False, True)):
-        weight = Weight(shape, is_at_hand)
+    for shape, has_codes in product(shapes(draw, number), (False, True)):
+        weight = Weight(shape, has_codes)
         after = tensor(draw, *shape, device) if draw.random() < 0.5 else None
         # The operator looks the weight up by its number, and holds it weakly.
         yield (
-            weight.at_hand,
-            codes_in_graphs.numbered(weight),
+            weight.gathered,
+            codes_in_graphs.register(weight),
             after,
             draw.choice(("rows", "cols")),
             draw.random() < 0.5,

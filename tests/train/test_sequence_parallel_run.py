@@ -61,11 +61,11 @@ def _counted(config):
         norm = run.model.model.layers[1].post_attention_layernorm
         hook = norm.register_forward_pre_hook(lambda _, given: read.append(list(given[0].shape)))
         found = [via for each in run.model.modules() if (via := messages_of(each)) is not None]
-        before = sum((each.sent for each in found), Counter())
+        before = sum((each.bytes_sent for each in found), Counter())
         taken = real(run)
         hook.remove()
         if not run.step > 1:
-            counted.update(sum((each.sent for each in found), Counter()) - before)
+            counted.update(sum((each.bytes_sent for each in found), Counter()) - before)
         return taken
 
     Trainer._optimizer_step = step

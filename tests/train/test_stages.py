@@ -207,7 +207,7 @@ def observed(config):
         try:
             return train(trainer, *given)
         finally:
-            found.update(trainer.parallel.agreements[0].messages)
+            found.update(trainer.parallel.agreements[0].bytes_sent)
 
     Trainer._built, Trainer.train = noted, observing
     try:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from narrowgauge import convert, distribute
-from narrowgauge.distributed import agreement_of
+from narrowgauge.distributed import distributed_state
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.parallel import tensor, tensor_plans
 from tests.selection import quick
@@ -193,7 +193,7 @@ def _dropped(checkpoints):
     if checkpoints:
         model.gradient_checkpointing_enable()
     distribute(model, seed=3)
-    tensor.split_dropout(model, shared, agreement_of(model))
+    tensor.per_rank_dropout(model, shared, distributed_state(model))
     seeds = []
     model.bert.encoder.layer[0].attention.self.query.register_forward_hook(
         lambda *_: seeds.append(torch.initial_seed())

@@ -30,7 +30,7 @@ _OF_LAYER = (
     "_step_watch", "step_ended", "_cache", "called", "suspects", "reads_last", "warned_of_ranks", "warned_of_eval",
 )  # fmt: skip
 _OF_WINDOW = ("_lineage", "_followed", "_was_seen")
-_OF_AGREEMENT = ("step", "micro_batch")
+_OF_DISTRIBUTED_STATE = ("step", "micro_batch")
 
 
 @contextmanager
@@ -105,8 +105,8 @@ def _attributes(model: nn.Module) -> Iterator[PutBack]:
             yield _fields(module, _OF_LAYER)
         elif isinstance(module, AmaxHistory):
             yield _fields(module, _OF_WINDOW)
-        if (agreement := module.__dict__.get(ATTRIBUTE)) is not None:
-            yield _fields(agreement, _OF_AGREEMENT)
+        if (state := module.__dict__.get(ATTRIBUTE)) is not None:
+            yield _fields(state, _OF_DISTRIBUTED_STATE)
 
 
 def _fields(owner: Any, names: tuple[str, ...]) -> PutBack:

@@ -178,8 +178,8 @@ def _parts(model: nn.Module, optimizer: Any, scaler: Any, also: Iterable[Any]) -
         if (inner := getattr(each, name, None)) is not None
     ]
     for module in model.modules():
-        if (agreement := module.__dict__.get(ATTRIBUTE)) is not None:
-            given.append(agreement)
+        if (state := module.__dict__.get(ATTRIBUTE)) is not None:
+            given.append(state)
     for each in given:
         if not isinstance(each, torch.Generator) and not (
             hasattr(each, "state_dict") and hasattr(each, "load_state_dict")

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge import manifest
 from narrowgauge.distributed import storage as ranks
-from narrowgauge.distributed.together import Group, rank_and_world, together
+from narrowgauge.distributed.all_ranks import Group, rank_and_world, run_on_all_ranks
 from narrowgauge.errors import CheckpointError, NumericsError
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.store import Checkpoint, Tensors, nonfinite
@@ -57,13 +57,13 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
                 )
         return {group: dict(members) for group, members in tensors.items() if rank == 0 or group not in OF_FIRST_RANK}
 
-    state = together(prepare, process_group)
+    state = run_on_all_ranks(prepare, process_group)
     if rank == 0:
         state[FACTS] = facts
     path = folder / f"step-{step:08d}"
     # Rank 0 removes the leftovers while the others wait, so no rank writes into a folder that is
     # about to vanish.
-    together(lambda: _clear(path) if rank == 0 else None, process_group)
+    run_on_all_ranks(lambda: _clear(path) if rank == 0 else None, process_group)
     ranks.save(state, path, process_group)
     return path
 
@@ -82,7 +82,7 @@ def newest_valid(
     checkpoint that does not fit its room is an error.
     """
     rank, world = rank_and_world(process_group)
-    found: list[Any] = [together(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
+    found: list[Any] = [run_on_all_ranks(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
     if world > 1:
         dist.broadcast_object_list(found, group=process_group, group_src=0)
     skipped: list[tuple[Path, str]] = []
@@ -108,7 +108,7 @@ def newest_valid(
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue
-        found[0] = together(partial(_of_first_rank, path) if rank == 0 else dict, process_group)
+        found[0] = run_on_all_ranks(partial(_of_first_rank, path) if rank == 0 else dict, process_group)
         # Rank 0 reads the generators and broadcasts: they share a file with many other tensors
         if world > 1:
             dist.broadcast_object_list(found, group=process_group, group_src=0)
@@ -125,7 +125,7 @@ def newest_valid(
 def prune(folder: Path, keep: int | Path, process_group: Group = None) -> None:
     """Calls `manifest.prune` on rank 0, and raises its error on all ranks."""
     rank, _ = rank_and_world(process_group)
-    together(lambda: manifest.prune(folder, keep) if rank == 0 else [], process_group)
+    run_on_all_ranks(lambda: manifest.prune(folder, keep) if rank == 0 else [], process_group)
 
 
 class Best(store.Best):
@@ -143,16 +143,16 @@ class Best(store.Best):
         save(self.folder, step, {"weights": weights}, facts, self.process_group)
 
     def verify(self, path: Path) -> None:
-        together(lambda: manifest.verify(path) if self.is_first else None, self.process_group)
+        run_on_all_ranks(lambda: manifest.verify(path) if self.is_first else None, self.process_group)
 
     def clear(self) -> None:
-        together(super().clear if self.is_first else lambda: None, self.process_group)
+        run_on_all_ranks(super().clear if self.is_first else lambda: None, self.process_group)
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best weights on rank 0, {} on the others; None if there are none."""
         if not self.step:
             return None
-        return together(
+        return run_on_all_ranks(
             lambda: ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {},
             self.process_group,
         )
@@ -172,7 +172,7 @@ def _of_first_rank(path: Path) -> Tensors:
 
 def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
     try:
-        together(partial(store.refuse_nonfinite, {"weights": local(state.get("weights", {}))}, path), group)
+        run_on_all_ranks(partial(store.refuse_nonfinite, {"weights": local(state.get("weights", {}))}, path), group)
     except CheckpointError as error:
         return str(error)
     return ""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge import manifest
-from narrowgauge.distributed.gathering import gathered
+from narrowgauge.distributed.gathering import gather_state_dict
 from narrowgauge.train.checkpoint import sharded, state, store
 from narrowgauge.train.checkpoint.store import Best, Checkpoint, Tensors
 from narrowgauge.train.parallel.ranks import Ranks
@@ -96,7 +96,7 @@ def trained_weights(model: nn.Module, best: Best) -> dict[str, Tensor]:
     one full copy beside its shard, and one tensor twice during the gather.
     """
     chosen = best.weights()
-    return gathered(model) if chosen is None else _as_tied(model, chosen)
+    return gather_state_dict(model) if chosen is None else _as_tied(model, chosen)
 
 
 def _as_tied(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from narrowgauge.data import IGNORED
-from narrowgauge.distributed import agreement_of
+from narrowgauge.distributed import distributed_state
 from narrowgauge.distributed.pipeline import message_like
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
@@ -218,7 +218,7 @@ class Pipeline:
         late.
         """
         for module in self.modules.values():
-            if (weights := agreement_of(module).weights) is not None:
+            if (weights := distributed_state(module).weights) is not None:
                 weights.before_forward(is_first=True)
 
     def _compute(self, number: int, model: Any, received: Tensor, turn: int) -> Tensor:

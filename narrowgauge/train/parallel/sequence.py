@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from narrowgauge.distributed.split_dropout import SplitDropout
+from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.distributed.tensor_parallel import GatherInput, RowwiseParallel
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS
@@ -51,7 +51,7 @@ class Stack:
         blocks[0].register_forward_pre_hook(self._cut, with_kwargs=True)
         blocks[-1].register_forward_hook(self._gather)
 
-    def split_dropout(self, dropout: SplitDropout) -> None:
+    def per_rank_dropout(self, dropout: PerRankDropout) -> None:
         """Gives each rank its own dropout generators from the first to the last block."""
         self.blocks[0].register_forward_pre_hook(dropout.begin)
         self.blocks[-1].register_forward_hook(lambda block, given, _: dropout.end(block, given))

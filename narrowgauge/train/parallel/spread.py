@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.conversion import advance
-from narrowgauge.distributed import agreement_of, distribute
-from narrowgauge.distributed.agreement import Agreement
+from narrowgauge.distributed import distribute, distributed_state
+from narrowgauge.distributed.state import DistributedState
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.float32_modules import kept_modules
@@ -60,7 +60,7 @@ class Parallel:
                 under pp
     layout      sizes of dp, fsdp, tp and pp
     mesh        ranks that share the model, or the same stages; None for dp alone and pp alone
-    agreements  per stage, state that ranks reduce at the end of a step (`Agreement`); empty with
+    agreements  per stage, state that ranks reduce at the end of a step (`DistributedState`); empty with
                 CUDA graphs, which draw noise from torch's generators
     pipeline    pipeline stages, or None
     """
@@ -91,7 +91,7 @@ class Parallel:
         self.whole: nn.Module = Spread(model)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             _sum_within_blocks(model)
-        self.agreements: list[Agreement] = []
+        self.agreements: list[DistributedState] = []
         self.pipeline: Pipeline | None = None
         if mesh is not None and self.layout.pp > 1:
             turns = config.micro_batches // self.layout.data
@@ -114,15 +114,15 @@ class Parallel:
                     messages["activations"] = config.activations
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
-            self.agreements = [agreement_of(module) for module in modules]
+            self.agreements = [distributed_state(module) for module in modules]
             for each in self.agreements:
                 # Without converted layers, nothing else keys dropout by micro-batch, and all ranks
                 # would drop the same elements.
-                each.is_counted = not each.layers
+                each.counts_micro_batches = not each.layers
         if products is not None:
             parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
-            for part, agreement in zip(parts, self.agreements, strict=True):
-                tensor.split_dropout(part, products, agreement)
+            for part, state in zip(parts, self.agreements, strict=True):
+                tensor.per_rank_dropout(part, products, state)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Applies fully_shard to each block, then to the rest of each stage.
@@ -157,8 +157,8 @@ class Parallel:
         """Ends an optimizer step: advances the model's quantizers and the agreements' counters."""
         advance(model)
         for each in self.agreements:
-            # Agreements with converted layers end their step inside `advance`.
-            if each.is_counted:
+            # States with converted layers end their step inside `advance`.
+            if each.counts_micro_batches:
                 each.end_step(())
 
     @property

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 
 from narrowgauge.conversion import suspended
-from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputs
-from narrowgauge.distributed.split_dropout import SplitDropout
+from narrowgauge.distributed.state import DistributedState
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
@@ -94,7 +94,7 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bo
     return Shared(mesh, plan, stacks)
 
 
-def split_dropout(model: Any, shared: Shared, agreement: Agreement | None) -> None:
+def per_rank_dropout(model: Any, shared: Shared, state: DistributedState | None) -> None:
     """Gives each rank its own dropout generators between column-wise and row-wise layers.
 
     Does nothing for a model without dropout. A pipeline stage handles the layers that it has.
@@ -105,9 +105,9 @@ def split_dropout(model: Any, shared: Shared, agreement: Agreement | None) -> No
         return
     device = next(model.parameters()).device
     # With common generators, head n of every rank would get the same dropout mask.
-    dropout = SplitDropout(shared.mesh.get_local_rank(), device, agreement)
+    dropout = PerRankDropout(shared.mesh.get_local_rank(), device, state)
     for stack in shared.stacks:
-        stack.split_dropout(dropout)
+        stack.per_rank_dropout(dropout)
     if shared.stacks:
         return
     plan = shared.plan

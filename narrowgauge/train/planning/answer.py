@@ -13,7 +13,7 @@ from math import isqrt
 from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
-from narrowgauge.distributed.messages import BYTES
+from narrowgauge.distributed.messages import BYTES_PER_ELEMENT
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.timing.cards import Card
 from narrowgauge.optim import precision as precisions
@@ -92,7 +92,7 @@ class Answers:
             weights, blocks, copies=sizes.dp, shards=sizes.fsdp, micro_batches=parts,
             # Bytes relative to the weights' dtype: codes take one byte for each element.
             gathered=1.0 if self.config.weights == "16bit" else 1 / number,
-            reduced=1.0 if self.config.gradients == "16bit" else BYTES / number,
+            reduced=1.0 if self.config.gradients == "16bit" else BYTES_PER_ELEMENT / number,
         )  # fmt: skip
         tokens = shape.rows * shape.width * parts * sizes.data
         return roofline.as_dict(roofline.time(done, card), card, tokens, sent)

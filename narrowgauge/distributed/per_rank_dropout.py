@@ -20,23 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.generators import generators, seed_all, set_generators
+from narrowgauge.distributed.state import DistributedState
 from narrowgauge.ops.random import hashed
 
 
-class SplitDropout:
+class PerRankDropout:
     """Hooks that reseed torch's generators between column-wise and row-wise layers.
 
-    rank       of this process among the ranks that share the layers
-    device     of the layers
-    agreement  of the model; its layers continue to draw by micro-batch. None: not distributed
+    rank    of this process among the ranks that share the layers
+    device  of the layers
+    state   of the model; its layers continue to draw by micro-batch. None: not distributed
     """
 
-    def __init__(self, rank: int, device: torch.device, agreement: Agreement | None) -> None:
-        self.rank, self.device, self.agreement = rank, device, agreement
+    def __init__(self, rank: int, device: torch.device, state: DistributedState | None) -> None:
+        self.rank, self.device, self.state = rank, device, state
         # Seed of the region -> generator states before it.
-        self._outside: dict[int, Any] = {}
+        self._states_before: dict[int, Any] = {}
 
     def install(self, columns: Iterable[nn.Module], rows: Iterable[nn.Module]) -> None:
         for each in columns:
@@ -49,17 +49,17 @@ class SplitDropout:
 
         Only the first of several layers with the same input has an effect.
         """
-        if not module.training or torch.initial_seed() in self._outside:
+        if not module.training or torch.initial_seed() in self._states_before:
             return
         low, high = hashed(int(torch.randint(2**62, (), device="cpu")), self.rank)
         seed = low | (high & 0x7FFFFFFF) << 32
         # Replaces the entry of a region that checkpointing left early, before its row-wise layer.
-        self._outside = {seed: generators()}
-        if self.agreement is not None:
-            self.agreement.continue_as(seed, self.device)
+        self._states_before = {seed: generators()}
+        if self.state is not None:
+            self.state.reuse_key(seed, self.device)
         seed_all(seed)
 
     def end(self, module: nn.Module, _: Any) -> None:
         """Forward pre-hook of row-wise layers: restore the generators."""
-        if (before := self._outside.pop(torch.initial_seed(), None)) is not None:
+        if (before := self._states_before.pop(torch.initial_seed(), None)) is not None:
             set_generators(before)

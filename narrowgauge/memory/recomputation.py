@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from narrowgauge.addresses import dry_run_on
-from narrowgauge.memory.measure import note
+from narrowgauge.memory.measure import report_saved
 
 
-class Surroundings:
+class RngAndAutocast:
     """Snapshot of torch's generators and autocast settings, for a call with the given tensors.
 
     A CPU generator's state takes 5 KB, a GPU generator's 16 bytes.
@@ -34,7 +34,7 @@ class Surroundings:
         device = dry_run_on()
         if not kinds and (device is None or device.type == "cpu"):
             # On a CPU the state occupies the same memory as the activations.
-            note(self._cpu)
+            report_saved(self._cpu)
         self._devices, self._states = get_device_states(*devices.values()) if kinds else ([], [])
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", *kinds)
@@ -42,7 +42,7 @@ class Surroundings:
         self._caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the snapshot inside this context, and the present state afterwards."""
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._kind))
@@ -64,16 +64,16 @@ def checkpointed(
     if torch.compiler.is_compiling():
         # While torch.compile traces, torch's own checkpoint preserves the generators.
         return checkpoint(forward, *args, preserve_rng_state=True, **options, **kwargs)
-    then = Surroundings(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    snapshot = RngAndAutocast(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     calls = 0
 
-    def repeatable(*args: Any, **kwargs: Any) -> Any:
+    def recomputable(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         # The first call is forward; later ones are recomputations.
         if calls == 1:
             return forward(*args, **kwargs)
-        with then.again():
+        with snapshot.restored():
             return forward(*args, **kwargs)
 
-    return checkpoint(repeatable, *args, preserve_rng_state=False, **options, **kwargs)
+    return checkpoint(recomputable, *args, preserve_rng_state=False, **options, **kwargs)

@@ -33,7 +33,7 @@ def saving(name: str, recipe: str, save: str, together: bool = False, dtype: tor
     if together:
         for module in model.modules():
             if isinstance(forward := module.__dict__.get("forward"), FusedModule):
-                forward.keeps = lambda operand: "both"
+                forward.save_policy = lambda operand: "both"
     return model
 
 

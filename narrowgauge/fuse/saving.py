@@ -35,16 +35,16 @@ from narrowgauge.scaling import from_exponents, to_exponents
 
 # "inputs": the readers recompute y from the function's inputs. "outputs": the function's backward
 # uses the readers' codes of y.T. "both": each saves its own.
-Keeps = Literal["inputs", "outputs", "both"]
+SavePolicy = Literal["inputs", "outputs", "both"]
 
 
-def narrow(x: Tensor, cast: Cast) -> Kept:
+def quantize_input(x: Tensor, cast: Cast) -> Kept:
     """Quantize an input [rows, columns] of an activation to 8 bits."""
     return Kept(quantize(x, cast), x.dtype)
 
 
 @dataclass(frozen=True)
-class _Codes:
+class _CodesInfo:
     """A `Kept` without its tensors: cast, inner length, original dtype, transposed or not."""
 
     cast: Cast
@@ -54,35 +54,37 @@ class _Codes:
 
 
 @dataclass(frozen=True)
-class Form:
+class SavedLayout:
     """Layout of a function's saved tensors in the flat list given to save_for_backward.
 
     Each tensor takes one entry, or two if it is quantized (codes, scales); two row statistics
     follow.
 
-    tensors  per tensor: None, or its _Codes
+    tensors  per tensor: None, or its _CodesInfo
     """
 
-    tensors: tuple[_Codes | None, ...]
+    tensors: tuple[_CodesInfo | None, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[Given]) -> Form:
+    def of(cls, tensors: Sequence[Given]) -> SavedLayout:
         return cls(
             tuple(
-                _Codes(each.codes.cast, each.codes.inner, each.dtype, each.turned) if isinstance(each, Kept) else None
+                _CodesInfo(each.codes.cast, each.codes.inner, each.dtype, each.turned)
+                if isinstance(each, Kept)
+                else None
                 for each in tensors
             )
         )
 
     @staticmethod
-    def flat(tensors: Sequence[Given], statistics: Statistics) -> tuple[Tensor | None, ...]:
+    def flatten(tensors: Sequence[Given], statistics: Statistics) -> tuple[Tensor | None, ...]:
         parts = (
             (each.codes.data, _scale(each.codes, to_exponents)) if isinstance(each, Kept) else (each,)
             for each in tensors
         )
         return *(part for several in parts for part in several), *statistics
 
-    def read(self, flat: Sequence[Tensor | None]) -> tuple[list[Given], Statistics]:
+    def unflatten(self, flat: Sequence[Tensor | None]) -> tuple[list[Given], Statistics]:
         parts, found = iter(flat), []
         for each in self.tensors:
             data: Any = next(parts)
@@ -103,53 +105,53 @@ def _scale(codes: QTensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass(eq=False)
-class Remade(Again):
+class RecomputedOutput(Again):
     """Recomputes y and its cast, for one call of a fused function.
 
-    kind    the function
-    choose  FusedForward.kernel, which returns the kernel
-    form    layout of the saved tensors; set once forward has saved them
-    left    readers whose backward is still to come
-    made    {plan: (y, casts)}, shared by the readers; cleared after the last reader's backward, and
-            by the function's own backward
+    kind          the function
+    choose        FusedForward.kernel, which returns the kernel
+    layout        layout of the saved tensors; set once forward has saved them
+    readers_left  readers whose backward is still to come
+    recomputed    {plan: (y, casts)}, shared by the readers; cleared after the last reader's
+                  backward, and by the function's own backward
     """
 
     kind: Kind
     choose: Callable[[Registry[NormActSpec], NormActSpec], Kernel[NormActSpec] | None]
-    form: Form | None = None
-    left: int = 0
-    made: dict[Any, tuple[Tensor | None, Casts]] = field(default_factory=dict)
+    layout: SavedLayout | None = None
+    readers_left: int = 0
+    recomputed: dict[Any, tuple[Tensor | None, Casts]] = field(default_factory=dict)
 
     def clear(self) -> None:
-        self.made.clear()
+        self.recomputed.clear()
 
     def restore(self, operand: Operand, saved: Saved) -> None:
         plan = operand.plan
         key = plan.rows, plan.cols, plan.cols_expand, operand.context.out_dtype
-        if not self.made:
-            self.left = self.readers
-        if key not in self.made:
-            self.made[key] = self._make(operand, saved[0], saved[1:])
-        operand.tensor, casts = self.made[key]  # type: ignore[assignment]
+        if not self.recomputed:
+            self.readers_left = self.readers
+        if key not in self.recomputed:
+            self.recomputed[key] = self._recompute(operand, saved[0], saved[1:])
+        operand.tensor, casts = self.recomputed[key]  # type: ignore[assignment]
         # Casts with random numbers are not shared: each reader casts y by itself.
         operand.casts = casts if plan.serves_a_step[1] else Casts(amax=casts.amax)
-        self.left -= 1
-        if self.left <= 0:
+        self.readers_left -= 1
+        if self.readers_left <= 0:
             self.clear()
 
-    def _make(
+    def _recompute(
         self, operand: Operand, amax: Tensor | None, flat: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, Casts]:
         """Recompute (y [rows, columns], casts); (None, casts) if a kernel quantizes y.T directly."""
-        assert self.form is not None
-        tensors, _ = self.form.read(flat)
+        assert self.layout is not None
+        tensors, _ = self.layout.unflatten(flat)
         for request in _requests(operand, amax):
             kernel = self.choose(FORWARD, NormActSpec.of(self.kind, tensors, (request,)))
             if kernel is not None:
-                made, _ = kernel.run(self.kind, tensors, request)
-                if made.transposed is not None:
-                    return None, Casts(cols=made.transposed, amax=amax)
-                return made.value, Casts(amax=amax)
+                outputs, _ = kernel.run(self.kind, tensors, request)
+                if outputs.transposed is not None:
+                    return None, Casts(cols=outputs.transposed, amax=amax)
+                return outputs.value, Casts(amax=amax)
         # The request without a cast was accepted in forward, for the same tensors.
         raise AssertionError(f"{self.kind} was computed in forward and is refused in backward")
 

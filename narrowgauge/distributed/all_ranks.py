@@ -1,6 +1,6 @@
 """Run a function on all ranks so that either every rank succeeds or all raise the same error.
 
-    index = together(lambda: read(folder), group)
+    index = run_on_all_ranks(lambda: read(folder), group)
 
 Each rank gets its own result, or all ranks raise the error of the first failed rank. Only an
 error's class name and message are exchanged; the message begins with the rank, "rank 1: cannot save
@@ -28,7 +28,9 @@ def rank_and_world(group: Group) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if is_distributed else (0, 1)
 
 
-def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | None = None, what: str = "") -> T:
+def run_on_all_ranks(
+    work: Callable[[], T], group: Group, compare: Callable[[T], Any] | None = None, what: str = ""
+) -> T:
     """Return work() of this rank once it has succeeded on all ranks; else raise the same error on all.
 
     work     function to call
@@ -44,30 +46,30 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
         result = work()
     # Interrupts too: the other ranks wait in the all_gather_object below for this rank's report.
     except BaseException as error:
-        cause, failure = error, (type(error).__name__, _sentence(error))
+        cause, failure = error, (type(error).__name__, _message(error))
     if world == 1:
         if cause is not None:
             raise cause
         return result
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, (failure, compare(result) if compare and failure is None else None), group=group)
+    reports: list[Any] = [None] * world
+    dist.all_gather_object(reports, (failure, compare(result) if compare and failure is None else None), group=group)
     # An interrupt stays an interrupt on its own rank.
     if cause is not None and not isinstance(cause, Exception):
         raise cause
-    for place, (failed, _) in enumerate(told):
+    for other, (failed, _) in enumerate(reports):
         if failed is not None:
-            raise _named(failed[0], failed[1], place) from (cause if place == rank else None)
-    for place, (_, seen) in enumerate(told):
-        if seen != told[0][1]:
+            raise _error_of_rank(failed[0], failed[1], other) from (cause if other == rank else None)
+    for other, (_, value) in enumerate(reports):
+        if value != reports[0][1]:
             raise CheckpointError(
-                f"{what} is another one on rank {place} than on rank 0. Use a file system that all ranks share.",
+                f"{what} is another one on rank {other} than on rank 0. Use a file system that all ranks share.",
                 code="checkpoint.unshared-files",
             )
     return result
 
 
 @contextmanager
-def one_sentence(group: Group) -> Iterator[None]:
+def first_rank_error(group: Group) -> Iterator[None]:
     """Convert torch's CheckpointException into the error of the lowest failed rank.
 
     torch's exception is a BaseException with the tracebacks of all ranks.
@@ -83,20 +85,20 @@ def one_sentence(group: Group) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if world == 1 or isinstance(cause, KeyboardInterrupt):
             raise cause from None
-        raise _named(type(cause).__name__, _sentence(cause), rank) from None
+        raise _error_of_rank(type(cause).__name__, _message(cause), rank) from None
 
 
-def _sentence(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) if isinstance(error, NarrowgaugeError) else f"{type(error).__name__}: {error}"
 
 
-def _named(kind: str, words: str, rank: int) -> NarrowgaugeError:
+def _error_of_rank(kind: str, message: str, rank: int) -> NarrowgaugeError:
     # Only the class name was sent: look up the class, so that callers can catch it.
-    return _kinds(NarrowgaugeError).get(kind, CheckpointError)(f"rank {rank}: {words}")
+    return _subclasses(NarrowgaugeError).get(kind, CheckpointError)(f"rank {rank}: {message}")
 
 
-def _kinds(base: type[NarrowgaugeError]) -> dict[str, type[NarrowgaugeError]]:
+def _subclasses(base: type[NarrowgaugeError]) -> dict[str, type[NarrowgaugeError]]:
     found = {base.__name__: base}
     for each in base.__subclasses__():
-        found |= _kinds(each)
+        found |= _subclasses(each)
     return found
