@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes
+from narrowgauge import recipes, rng
 from narrowgauge.errors import StorageError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.cpp.build import cache_folder
@@ -91,7 +91,7 @@ def measured(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(candidate -> seconds, candidate -> why it failed). Raises OutOfMemoryError, and any error of "bf16"."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    with torch.random.fork_rng(devices=[index] if device.type == "cuda" else []), torch.enable_grad():
+    with rng.preserved([index] if device.type == "cuda" else []), torch.enable_grad():
         sets = [inputs(workload, device) for _ in range(INPUT_SETS)]
         steps: dict[str, Step] = {}
         failed: dict[str, str] = {}

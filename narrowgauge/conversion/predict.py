@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from narrowgauge import rng
 from narrowgauge.addresses import dry_run
 from narrowgauge.conversion.measure import LinearWorkload, inputs, step
 from narrowgauge.ops.timing import rates
@@ -43,7 +44,7 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
         done.append(of_kernel(0, kernel, tensors))
 
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(rng.preserved())
         for mode in (
             torch.enable_grad(),
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from narrowgauge.distributed.agreement import Agreement
-from narrowgauge.distributed.generators import generators, seed_all, set_generators
 from narrowgauge.ops.random import hashed
+from narrowgauge.rng import own_generators, seed_own, set_own
 
 
 class SplitDropout:
@@ -54,12 +54,12 @@ class SplitDropout:
         low, high = hashed(int(torch.randint(2**62, (), device="cpu")), self.rank)
         seed = low | (high & 0x7FFFFFFF) << 32
         # Replaces the entry of a region that checkpointing left early, before its row-wise layer.
-        self._outside = {seed: generators()}
+        self._outside = {seed: own_generators()}
         if self.agreement is not None:
             self.agreement.continue_as(seed, self.device)
-        seed_all(seed)
+        seed_own(seed)
 
     def end(self, module: nn.Module, _: Any) -> None:
         """Forward pre-hook of row-wise layers: restore the generators."""
         if (before := self._outside.pop(torch.initial_seed(), None)) is not None:
-            set_generators(before)
+            set_own(before)

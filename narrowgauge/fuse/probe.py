@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from narrowgauge import rng
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.fuse.rotary import NAME
 from narrowgauge.ops import rotary
@@ -150,7 +151,7 @@ def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -
 def _result(function: Callable[..., Any], x: Tensor, *more: Tensor) -> Any:
     """Call the function without gradients; return None if it raises."""
     devices = [x.device] if x.is_cuda else []
-    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
+    with rng.preserved(devices), torch.autocast(x.device.type, enabled=False):
         try:
             return function(x, *more)
         except Exception:

@@ -31,7 +31,12 @@ class LayerState(nn.Module):
     """State that a recipe adds to a layer. It is moved with the model and keeps its types: amax and steps of 8 bits would jump.
 
     From the meta device it arrives (to_empty) as whatever was in memory, and begins anew.
+
+    not_replayed  names of tensors that a repeated forward pass of a step does not read, or that no step changes; the snapshot of each
+                  queued step leaves them out
     """
+
+    not_replayed: frozenset[str] = frozenset()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         was_meta = False
@@ -60,6 +65,7 @@ class LayerState(nn.Module):
 class AmaxHistory(LayerState):
     """The state of one tensor; see the module."""
 
+    not_replayed = frozenset({"history", "nonfinite"})
     history: Tensor
     live: Tensor
     nonfinite: Tensor

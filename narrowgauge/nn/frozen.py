@@ -44,6 +44,7 @@ class FrozenWeight(LayerState):
     """The codes of one layer's weight; a source of its casts, as gathered codes are (distributed.weights)."""
 
     is_gathered, recasts, joins_graphs = True, False, False
+    not_replayed = frozenset({"codes", "scale", "words", "global_scale"})
     codes: Tensor  # uint8
     scale: Tensor
     words: Tensor

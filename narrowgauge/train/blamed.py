@@ -61,7 +61,7 @@ def blame_run(
     baseline  a step without suspects; None: the last one that the run has logged, else layers of
               the same kind
     confirm   number of suspects to confirm; 0: none
-    where     place of the state's copy, as for `Fork`: "host" or a folder
+    where     place of the state's copy, as for `Snapshot`: "host" or a folder
 
     Every rank calls it. Raises ConfigError for a pipeline, whose stages see micro-batches of each
     other, and for steps that cannot be observed.

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 
 from narrowgauge import manifest
-from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
 from narrowgauge.nn.embedding import QEmbedding
@@ -126,7 +125,8 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
 
     Returns a sentence for each part.
     """
-    branch.feed.restore(parent.feed.state())
+    # The guard below compares the batches that both leave out, so the position comes first.
+    parent.start.restore_into(branch.training)
     if _same_recipes(parent.config, branch.config):
         # Apply the recipe of higher precision that a guard gave the parent
         branch.watch.prepare(parent.watch.facts())
@@ -148,17 +148,14 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         said.append(f"Other formats, by decoded values: {'; '.join(found.words())}.")
     if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(branch.optimizer, NarrowOptimizer):
         branch.optimizer.norm_before = parent.optimizer.norm_before
-    if parent.scaler and branch.scaler:
-        branch.scaler.load_state_dict(parent.scaler.state_dict())
-    elif branch.scaler:
+    if branch.scaler and not parent.scaler:
         said.append("The loss scale starts anew: the parent has none.")
-    branch.step, branch.trained_s, branch.skipped_steps = parent.step, parent.trained_s, parent.skipped_steps
     if branch.best.metric and branch.best.metric == parent.best.metric and (weights := parent.best.weights()):
         best = parent.best
         branch.best.save(best.step, weights, {"metric": best.metric, "value": best.value})
         branch.best.step, branch.best.value, branch.best.loss = best.step, best.value, best.loss
     # Last: building and copying the branch drew random numbers.
-    set_generators(parent.generators)
+    parent.start.restore_generators()
     return said
 
 

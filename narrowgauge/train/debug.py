@@ -28,7 +28,6 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import plural
-from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
 from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
@@ -93,7 +92,7 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
     with StopRequest() as stop, reopened(start, prepared, task, device or config.device) as trainer:
         trainer.stop = stop
         # As in Trainer.train: code since the restore may have drawn random numbers.
-        set_generators(trainer.generators)
+        trainer.start.restore_generators()
         ladder = _ladder(trainer, run, at, steps)
         path = run / f"debug-{at}.json"
         key = _key(trainer, ladder)

@@ -277,9 +277,9 @@ class Guard(Watch):
         """Replaces the run's logged steps of the check by the reference steps, with their time."""
         trainer, per_step_s = self.trainer, running.spent_s / len(running.wide)
         trainer.log.write("rewind", running.begun, steps=len(running.wide), why="guard")
-        trainer.trained_s = running.trained_s
+        trainer.counters.trained_s = running.trained_s
         for number, each in enumerate(running.wide, running.begun + 1):
-            trainer.trained_s += per_step_s
+            trainer.counters.trained_s += per_step_s
             clocks = {"tokens_per_s": each["inputs"] / per_step_s, "elapsed_s": trainer.trained_s, "peak_bytes": 0}
             trainer.log.write("step", number, **each, **clocks)
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import rng
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.data.targets import aligned_loss
@@ -179,7 +180,7 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
     proof = _proved_by_numbers if holds_numbers(head.weight) else _proved_by_storages
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), rng.preserved(devices):
             is_product, cap = proof(model, head, inputs, softcap)
     except (TypeError, AttributeError) as error:
         return f"{type(model).__name__} cannot be called below its output head ({error})", None

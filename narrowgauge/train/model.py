@@ -22,7 +22,6 @@ from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert, embeddings, products
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
-from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn import step_end
@@ -32,6 +31,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import GEMMS, Recipe
+from narrowgauge.rng import seed_all
 from narrowgauge.storage import reading
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
 from narrowgauge.train.checkpoint.store import nonfinite

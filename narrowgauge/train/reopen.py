@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from narrowgauge import manifest
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train import guarded
@@ -95,12 +93,4 @@ def _take_weights(trainer: Trainer, folder: RunFolder, step: int) -> None:
         raise CheckpointError(
             f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step."
         )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
-    for stage in trainer.stages:
-        if stage.step <= step:
-            stage.apply(trainer.model)
-    for done in range(step):  # the feed has no seek: draw and discard
-        trainer.feed.draw(done)
-    trainer.step = trainer.saved_step = step
+    trainer.start_from_weights(weights, step)

@@ -194,12 +194,12 @@ class SpikeWatch(Watch):
         trainer.feed.leave_out(left_out)
         # All watches restore, this one included: the rule must forget the steps that are undone.
         trainer.watch.restore(found.facts)
-        trainer.saved_step = found.step
+        trainer.counters.saved_step = found.step
         if trainer.decision is not None:
             # The old flags describe steps that are undone.
             trainer.decision = trainer.new_decision()
         if trainer.pending is not None:
-            trainer.pending.forget_windows()
+            trainer.pending.forget()
         trainer.log.write("rewind", found.step, steps=steps, why="spike")
 
     def last_words(self) -> str:

@@ -11,9 +11,8 @@
                                                            model, restore
 
 Each step is a step of the run: same batch, learning rate, clipping and loss scale. Nothing is
-logged. `Fork` restores weights, optimizer, recipe state, loss scale and generators. The position in
-the data, rank agreements and the count of skipped steps are restored here. Unread steps of a GPU
-(`pending`) must be read before.
+logged. `Snapshot` copies and restores the state of the run. Unread steps of a GPU (`pending`) must
+be read before.
 
 A probe ends early at a non-finite loss or norm, as the run would (`Stretch.lost`), and at a stop
 request.
@@ -41,7 +40,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
-from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
@@ -120,18 +118,14 @@ def refuse(trainer: Trainer, steps: int) -> None:
 def undone(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
     """Restores, when the block ends or raises, everything that optimizer steps change.
 
-    where  place of the state's copy, as for `Fork`: "host" or a folder
+    where  place of the state's copy, as for `Snapshot`: "host" or a folder
     """
-    before = _Before.of(trainer, where)
-    # The probe reads its own results. With the run's `Decision`, a float16 overflow just before
-    # would skip every step of the probe.
-    trainer.pending = None
-    if trainer.decision is not None:
-        trainer.decision = trainer.new_decision()
-    try:
-        yield
-    finally:
-        before.put_back(trainer)
+    before = trainer.snapshot(where)
+    with trainer.reading_alone():
+        try:
+            yield
+        finally:
+            trainer.restore(before)
 
 
 def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> Stretch:
@@ -181,7 +175,7 @@ def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Ten
         return readings  # the update is skipped here, and `_read` ends the probe at this step
     advance = partial(trainer.parallel.advance, trainer.model)
     step.update(trainer.optimizer, trainer.scaler, advance, trainer.decision)
-    trainer.step = number
+    trainer.counters.step = number
     return readings
 
 
@@ -253,50 +247,3 @@ def _halves(batch: Batch) -> list[Batch]:
         return [{name: each[part] for name, each in batch.items()} for part in (slice(middle), slice(middle, None))]
     is_first = torch.arange(labels.numel()).view(labels.shape) < labels.numel() // 2
     return [batch | {"labels": labels.where(mask, IGNORED)} for mask in (is_first, ~is_first)]
-
-
-# Snapshot of a run
-
-
-@dataclass
-class _Before:
-    """Snapshot of everything in a Trainer that a step changes.
-
-    fork        copy of the tensors, generators and loss scale
-    place       description of the current step, for messages of ranks
-    position    state of the data feed
-    agreements  (state, micro-batch) of each rank agreement
-    """
-
-    fork: Fork
-    step: int
-    saved_step: int
-    skipped_steps: int
-    place: str
-    position: dict[str, Any]
-    agreements: list[tuple[dict[str, Any], int]]
-    pending: Any
-    decision: Any
-
-    @classmethod
-    def of(cls, trainer: Trainer, where: str | Path) -> _Before:
-        return cls(
-            Fork.take(trainer.model, trainer.optimizer, trainer.scaler, where),
-            trainer.step, trainer.saved_step, trainer.skipped_steps, trainer.ranks.place, trainer.feed.state(),
-            [(each.state_dict(), each.micro_batch) for each in trainer.parallel.agreements], trainer.pending, trainer.decision,
-        )  # fmt: skip
-
-    def put_back(self, trainer: Trainer) -> None:
-        # `Fork` copies no gradients: drop them first.
-        trainer.optimizer.zero_grad()
-        self.fork.restore()
-        trainer.step, trainer.saved_step, trainer.skipped_steps = self.step, self.saved_step, self.skipped_steps
-        trainer.ranks.place = self.place
-        trainer.feed.restore(self.position)
-        for agreement, (counted, micro_batch) in zip(trainer.parallel.agreements, self.agreements, strict=True):
-            agreement.load_state_dict(counted)
-            agreement.micro_batch = micro_batch
-        trainer.pending, trainer.decision = self.pending, self.decision
-        if trainer.pending is not None:
-            # A change inside the block may have replaced amax histories.
-            trainer.pending.forget_windows()

@@ -17,9 +17,11 @@ ranks.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,18 +31,19 @@ from narrowgauge import manifest
 from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
-from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
+from narrowgauge.snapshot import Scope, Snapshot, Training
 from narrowgauge.structure import is_weight
 from narrowgauge.train import launches, same_run, scoring, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
+from narrowgauge.train.counters import Counters
 from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
@@ -98,9 +101,7 @@ class Trainer:
         self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak
         self.config, self.folder, self.task, self.log = config, folder, task, log
-        self.step = self.saved_step = 0
-        self.skipped_steps = 0
-        self.trained_s = 0.0
+        self.counters = Counters()
         self.resumed_from = ""
         self.carried: dict[str, Any] = {}
         self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
@@ -142,9 +143,9 @@ class Trainer:
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self.watch = watch(self)
         self._resume()
-        # Snapshot the generators after resuming: `train` restores them, because console output in
-        # between may draw random numbers.
-        self.generators = generators()
+        # After resuming: `train` restores the generators, because console output in between may draw
+        # random numbers, and a branch starts from this state.
+        self.start = Snapshot.take(self.training, Scope.PROGRESS)
         backward = partial(self.backward, self.objective, checked=True)
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Reason why the optimizer step leaves casting weights to the forward pass; '' if it casts.
@@ -156,13 +157,81 @@ class Trainer:
             self.pending = Pending()
         self._compare_ranks()
 
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return self.counters.step
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training, summed over all resumptions."""
+        return self.counters.trained_s
+
+    @property
+    def training(self) -> Training:
+        """Everything in this run that a step changes, for snapshots."""
+        return Training(
+            model=self.model, optimizer=self.optimizer, scaler=self.scaler, agreements=self.parallel.agreements,
+            feed=self.feed, counters=(self.counters,),
+        )  # fmt: skip
+
+    def snapshot(self, where: str | Path = "host") -> Snapshot:
+        """Copies the state of the run. where: "host" or a folder, as for `Snapshot`.
+
+        Steps that were queued and not read must be read before.
+        """
+        return Snapshot.take(self.training, where=where)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Restores a snapshot of this run bit for bit."""
+        # A snapshot copies no gradients: drop them first.
+        self.optimizer.zero_grad()
+        snapshot.restore()
+        self.ranks.place = f"step {self.step}"
+
+    @contextmanager
+    def reading_alone(self) -> Iterator[None]:
+        """Sets the queue of unread steps aside for a probe, which reads its own results.
+
+        The probe gets device flags of its own. With the run's, a float16 overflow just before would
+        skip every step of the probe.
+        """
+        queue, flags = self.pending, self.decision
+        self.pending = None
+        self.decision = None if flags is None else self.new_decision()
+        try:
+            yield
+        finally:
+            self.pending, self.decision = queue, flags
+            if queue is not None:
+                # A change inside the block may have replaced amax histories.
+                queue.forget()
+
+    def start_from_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Loads weights alone and moves the data feed and recipe switches to their step.
+
+        Optimizer, amax histories and generators stay fresh.
+        """
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        for stage in self.stages:
+            if stage.step <= step:
+                stage.apply(self.model)
+        for done in range(step):  # the feed has no seek: draw and discard
+            self.feed.draw(done)
+        self.counters.step = self.counters.saved_step = step
+        self.start.restore_generators()
+        self.start = Snapshot.take(self.training, Scope.PROGRESS)
+
     def new_decision(self) -> Decision:
         """Creates the device-side flags that skip or halt updates.
 
         The count of consecutive skipped steps starts from the present one.
         """
         scales = self.scaler is not None
-        return Decision(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.skipped_steps)
+        return Decision(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.counters.skipped_steps)
 
     def _policy(self) -> tuple[str, str]:
         """Returns (activation checkpointing policy, reason).
@@ -218,7 +287,7 @@ class Trainer:
         self.take_up(found)
         if lost := self.best.restore(found.facts.get("best")):
             tell(f"WARNING: {lost}")
-        self.saved_step, self.trained_s = found.step, found.facts["trained_s"]
+        self.counters.saved_step, self.counters.trained_s = found.step, found.facts["trained_s"]
         # Spike rule and guard continue from the state that the checkpoint holds.
         self.watch.restore(found.facts)
         self.resumed_from = str(found.path)
@@ -252,7 +321,7 @@ class Trainer:
             agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
         with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
-        self.step, self.skipped_steps = found.step, found.facts["skipped_steps"]
+        self.counters.step, self.counters.skipped_steps = found.step, found.facts["skipped_steps"]
 
     def _become(self, found: store.Checkpoint) -> None:
         """Applies the recipe switches before the checkpoint's step.
@@ -286,7 +355,7 @@ class Trainer:
         Returns "finished", "interrupted" or "preempted".
         """
         config, self.stop = self.config, stop
-        set_generators(self.generators)  # importing rich for console output draws random numbers
+        self.start.restore_generators()  # importing rich for console output draws random numbers
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
         while self.step < config.steps and not stop.requested:
@@ -316,17 +385,17 @@ class Trainer:
             self.watch.after_step(show)
             if self._is_due(config.eval_every):
                 self._evaluate(show)
-            if (stop.requested and self.step != self.saved_step) or self._is_due(config.checkpoint_every):
+            if (stop.requested and self.step != self.counters.saved_step) or self._is_due(config.checkpoint_every):
                 self._read(show)  # a stop request can arrive between the last read and this line
                 self._save()
         self._read(show)
-        if self.step > self.saved_step:  # the stop request came after the loop had tested for it
+        if self.step > self.counters.saved_step:  # the stop request came after the loop had tested for it
             self._save()
         return stop.requested if self.step < config.steps else "finished"
 
     def _log_step(self, number: int, numbers: dict[str, Any], inputs: int, spent_s: float, show: Console) -> None:
         """Logs and prints one step whose loss and gradient norm have been read."""
-        self.trained_s += spent_s
+        self.counters.trained_s += spent_s
         speed = inputs / spent_s
         self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s)
         # Watches see every step exactly once and in order, whether it was read alone or with
@@ -375,12 +444,12 @@ class Trainer:
                 # The device halted this update and all later ones, so the weights are those of the
                 # step before. Restore amax histories and RNG counters to that step, and repeat it
                 # to locate the non-finite value.
-                self.step = each.number - 1
-                self.pending.put_back(each, self.parallel.agreements)
+                self.counters.step = each.number - 1
+                each.before.restore()
                 self._end_nonfinite(loss, norm, each.micro_batches, each.numbers["tokens"])
             numbers = {"loss": loss, "grad_norm": norm, **each.numbers}
             self._log_step(each.number, numbers, each.inputs, each.inputs * per_token_s, show)
-        self.step = newest
+        self.counters.step = newest
 
     def _compare_ranks(self) -> None:
         """Raises DriftError if replicated tensors differ between ranks."""
@@ -407,7 +476,7 @@ class Trainer:
                     # A captured graph replays the kernels of the old recipe.
                     self.graphs.renew()
                 if self.pending is not None:
-                    self.pending.forget_windows()
+                    self.pending.forget()
 
     def _watched_step(self, monitor: launches.LaunchMonitor, show: Console) -> tuple[dict[str, Any], int]:
         """Runs `_optimizer_step`.
@@ -456,7 +525,7 @@ class Trainer:
             self.graphs.update()
         else:
             step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model))
-        self.step = number
+        self.counters.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs
 
@@ -469,14 +538,14 @@ class Trainer:
         read.
         """
         assert self.decision is not None
-        # Copy amax histories and RNG counters before the forward pass changes them: repeating a
+        # Copy amax states and generators before the forward pass changes them: repeating a
         # non-finite step needs them.
-        windows, counted = pending.windows(self.model), [each.step for each in self.parallel.agreements]
+        before = pending.snapshot(self.training)
         readings = self.gradient(micro_batches, numbers["tokens"])
         self.decision.see(readings)
         step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), self.decision)
-        self.step += 1
-        pending.steps.append(Step(self.step, readings, numbers, inputs, micro_batches, windows, counted))
+        self.counters.step += 1
+        pending.steps.append(Step(self.step, readings, numbers, inputs, micro_batches, before))
         return numbers
 
     def gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
@@ -554,11 +623,11 @@ class Trainer:
         Counts skipped steps, so call it once per step and in order.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.skipped_steps = 0
+            self.counters.skipped_steps = 0
             return True
-        self.skipped_steps += 1
+        self.counters.skipped_steps += 1
         # float16 overflow: the optimizer skips this update and GradScaler lowers the scale
-        return self.scaler is not None and math.isfinite(loss) and self.skipped_steps <= MOST_SKIPPED_STEPS
+        return self.scaler is not None and math.isfinite(loss) and self.counters.skipped_steps <= MOST_SKIPPED_STEPS
 
     def _end_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> NoReturn:
         """Names the first non-finite module in a NumericsError.
@@ -643,7 +712,7 @@ class Trainer:
         facts = {
             "state": rest,
             "trained_s": self.trained_s,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.counters.skipped_steps,
             **self._numeric_settings(),
             "switched": self._past_switches(self.step),
             **self.task.identity,
@@ -662,7 +731,7 @@ class Trainer:
         # Sync the log first: a run that resumes here must find the events of all earlier steps
         self.log.sync()
         path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
-        self.saved_step = self.step
+        self.counters.saved_step = self.step
         # Only now: until the checkpoint is on disk, a resumed run needs the best weights that the
         # older checkpoint names.
         self.best.clear()

@@ -87,7 +87,7 @@ def resumed(config, task, trainer: Trainer | None = None) -> Trainer:
 
 
 def looks_possible(trainer: Trainer) -> None:
-    assert 0 <= trainer.trained_s < math.inf and trainer.skipped_steps >= 0 and trainer.step == 3
+    assert 0 <= trainer.trained_s < math.inf and trainer.counters.skipped_steps >= 0 and trainer.step == 3
     assert trainer.best.step in (0, 1, 2, 3) and (trainer.best.step == 0 or math.isfinite(trainer.best.value))
     for tensor in trainer.model.state_dict().values():
         assert tensor.isfinite().all() and (tensor.dtype == torch.int64) <= bool((tensor >= 0).all())

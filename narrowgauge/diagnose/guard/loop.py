@@ -4,21 +4,24 @@
     for batch in batches:
         loss = guard(batch)          # step(batch): forward, backward, optimizer.step(), scheduler.step(), zero_grad()
 
-A check: the state is copied apart from the run (`fork`), the run takes `steps` steps as ever, and their batches are kept. Then the copy and
-the state of now change places, and the same batches are taken in BF16. Nothing is looked ahead, so the loop keeps its iterator, workers and
-sampler. What is judged is the difference of the losses (`check`, `evidence`). Every fourth check takes a control too: BF16
-once more from weights that differ in their last bit, with the same masks of dropout, so that rounding alone tells the two apart (`nudge`).
+A check copies the state apart from the run (`fork`). The run takes `steps` steps as usual, and their
+batches are kept. Then copy and present state are exchanged, and the same batches are taken in BF16.
+Nothing is drawn ahead, so the loop keeps its iterator, workers and sampler. The difference of the
+losses is judged (`check`, `evidence`). Every fourth check takes a control too: BF16 once more from
+weights that differ in their last bit, with the same dropout masks, so that rounding alone separates
+the two (`nudge`).
 In the last steps of a check the numbers of the run are compared with its recipe (`audit`).
 
-Afterwards the run goes on from its narrow end: without an alarm it has the bits of the unguarded run. Where it is worse, `then` may have it
-go on from the BF16 end instead; those steps were computed anyway.
+Afterwards the run continues from its narrow end. Without an alarm it has the bits of the unguarded
+run. After an alarm, `then` may let it continue from the BF16 end instead.
 
     cost     of `every` steps `steps` more, at a control twice as many
-    memory   a copy of the state in the host's memory or on a disk for the length of a check, two while a control is taken; and `steps`
-             batches, where the loop has them
+    memory   a copy of the state in host memory or on a disk during a check, two copies during a
+             control; and `steps` batches on the device where the loop has them
     kill     the copy is gone. A check that was cut off begins anew with the first step after the resume
 
-Several ranks: each has a guard and copies its own part; losses are averaged over the default process group, so all come to one verdict.
+Each of several ranks has a guard and copies its own part. Losses are averaged over the default
+process group, so all ranks reach the same verdict.
 """
 
 from __future__ import annotations
@@ -38,11 +41,9 @@ from torch import nn
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.diagnose.format_text import size
-from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.guard.audit import STEPS as AUDITED
 from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.batches import Kept
-from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
@@ -54,6 +55,8 @@ from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.rng import generators, set_generators
+from narrowgauge.snapshot.bytes_apart import refuse_room
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
@@ -84,7 +87,7 @@ class Guard:
     """See the module.
 
     events        one for each check, with the numbers behind the verdict; also given to `tell`
-    is_reference  whether a step that is under way is one of BF16, which is not the run's: leave out what is printed or logged of it
+    is_reference  True during BF16 steps, which are not the run's: print and log nothing of them
     """
 
     def __init__(

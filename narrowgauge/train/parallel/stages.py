@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import rng
 from narrowgauge.conversion import suspended
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
@@ -128,7 +129,7 @@ class Cut:
                 context,
                 suspended(model),
                 torch.no_grad(),
-                torch.random.fork_rng(devices=[table.device] if table.is_cuda else []),
+                rng.preserved([table.device] if table.is_cuda else []),
             ):
                 torch.manual_seed(0)
                 whole = model(input_ids=ids, **NO_CACHE).logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge import rng
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.forecast import Forecast, forecast
@@ -143,12 +143,8 @@ def refuse(config: TrainConfig) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Building a model seeds them."""
-    python = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
+    with rng.preserved(), rng.python_preserved():
+        yield
 
 
 def _as_json(found: Forecast) -> dict[str, Any]:

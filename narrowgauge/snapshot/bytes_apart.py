@@ -1,9 +1,11 @@
-"""Room for a copy of many tensors apart from them: in the host's memory, or in a file on a disk, of which a process maps the bytes.
+"""Memory for copies of many tensors: in host memory, or in a memory-mapped file on a disk.
 
-    host    blocks of at most BLOCK bytes, pinned where a GPU copies to and from them
-    folder  one file without a name: it is allocated whole before anything is written, and gone when the process is, however it ends
+    host    blocks of at most BLOCK bytes, pinned if a GPU copies to and from them
+    folder  one file without a name, allocated whole before anything is written. It disappears with
+            the process, however the process ends.
 
-A copy is bytes in blocks, and never more than BLOCK of them are on their way: so an exchange takes no more than that on the device.
+A copy consists of blocks. An exchange moves one block at a time, so it needs no more than BLOCK
+bytes on the device.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ class BytesApart:
         self._blocks: list[Tensor] = []
 
     def add(self, sizes: list[int], what: str) -> list[list[Tensor]]:
-        """For each size that many bytes, in pieces. what: for errors. Raises OutOfMemoryError or StorageError before any of it is taken."""
+        """Returns blocks of bytes for each size.
+
+        what  name of the copy, for errors
+
+        Raises OutOfMemoryError or StorageError before any memory is allocated.
+        """
         total = sum(sizes)
         if total == 0:
             return [[] for _ in sizes]
@@ -77,7 +84,7 @@ class BytesApart:
 
 
 def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
-    """Raises OutOfMemoryError if the host, or StorageError if the folder's disk, has no room for so many bytes."""
+    """Raises OutOfMemoryError or StorageError if the host or the folder's disk lacks space."""
     if where != "host":
         folder = Path(where)
         nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
