@@ -9,8 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import place
-from narrowgauge.train.place import Place
+from narrowgauge.train import checkpoint_ref
+from narrowgauge.train.checkpoint_ref import Place
 
 
 def _flag(words: str) -> Parameter:
@@ -38,7 +38,7 @@ def blame(
     """
     if min(at, steps, baseline) < 0:
         raise ConfigError(f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.")
-    place.settings_of(run)  # before torch is imported
+    checkpoint_ref.settings_of(run)  # before torch is imported
     from narrowgauge.train.blame_checkpoint import blame_checkpoint
     from narrowgauge.train.console import tell
 

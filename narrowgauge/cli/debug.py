@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from narrowgauge.train import place
+from narrowgauge.train import checkpoint_ref
 
 
 def debug(
@@ -25,7 +25,7 @@ def debug(
     run
         Folder of the run. What is found goes to RUN/debug-STEP.json, .txt and .html; nothing else in it is touched.
     """
-    place.settings_of(run)  # before torch is imported
+    checkpoint_ref.settings_of(run)  # before torch is imported
     from narrowgauge.train.debug import debug as climb
 
     found = climb(run, at, steps, device)

@@ -3,7 +3,7 @@
     from narrowgauge.train.blamed import blame_run
     found = blame_run(trainer, show)                 for example on an alarm of the guard
 
-The next step is observed with its own batch (diagnose.blame). Probes (train.stretch) confirm the
+The next step is observed with its own batch (diagnose.blame). Probes (train.probe) confirm the
 first suspects. All probes start from the same state and use the same batches: the recipe, 16 bits
 everywhere, 16 bits with another order of summation as a control, and the recipe with one suspect in
 16 bits. The run's state is restored bit for bit, and an event `blame` records the result.
@@ -33,7 +33,7 @@ from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.loss import Objective
 from narrowgauge.train.parallel.step import targets_of_ranks
-from narrowgauge.train.stretch import Stretch, stretch, undone
+from narrowgauge.train.probe import Stretch, stretch, undone
 
 STEPS = 50  # length of a probe
 # Fewer steps confirm nothing

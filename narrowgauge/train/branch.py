@@ -41,10 +41,10 @@ from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.recipes import AUTO
 from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight
-from narrowgauge.train import guarded, place
+from narrowgauge.train import checkpoint_ref, run_guard
+from narrowgauge.train.checkpoint_ref import Place
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.place import Place
 from narrowgauge.train.reopen import PLAIN, reopened, silent_log
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TASKS, TrainTask
@@ -63,13 +63,13 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     left.
     """
     start = Place.of(config.parent)
-    parent_config = place.settings_of(start.run)
-    place.refuse(parent_config, config)
+    parent_config = checkpoint_ref.settings_of(start.run)
+    checkpoint_ref.refuse(parent_config, config)
     with reopened(start, parent_config, task) as parent:
         if parent.step >= config.steps:
             raise ConfigError(
                 f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at steps = {config.steps}. Raise --steps, or "
-                f"start from an earlier checkpoint. {place.existing(start.run)}"
+                f"start from an earlier checkpoint. {checkpoint_ref.existing(start.run)}"
             )
         # Recipe "auto" measures on the device
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())
@@ -77,12 +77,12 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             folder.write_run({"auto": parent.auto})  # the same recipes: keep the parent's choices
         # On the CPU: creating a branch needs no GPU unless "auto" has to measure.
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
-        branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
+        branch = Trainer(plain, folder, task, silent_log(), watch=run_guard.watch_of)
         said = take_over(parent, branch)
         if chooses:
             folder.write_run({"auto": branch.auto})
         asked = (
-            place.settings_of(folder.path) if folder.config.is_file() else config
+            checkpoint_ref.settings_of(folder.path) if folder.config.is_file() else config
             # On several ranks, micro_batches in `config` covers all ranks, unlike the user's value
             # in the file.
         )
@@ -90,7 +90,7 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
             "parent": {
                 "run": os.path.relpath(start.run, folder.path), "from": config.parent, "step": parent.step,
                 "started_at": _started_at(parent.folder), "fingerprint": _fingerprint(parent),
-                "changes": {key: [str(each) for each in pair] for key, pair in place.changes(parent_config, asked).items()},
+                "changes": {key: [str(each) for each in pair] for key, pair in checkpoint_ref.changes(parent_config, asked).items()},
                 "carried": said,
             }
         }  # fmt: skip

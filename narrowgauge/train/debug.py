@@ -2,7 +2,7 @@
 
 `diagnose.ladder` defines the rungs, which are variants of the recipe.
 
-Each rung is a probe (`stretch`): one model, no folder per rung, and one copy of the state as extra
+Each rung is a probe (`probe`): one model, no folder per rung, and one copy of the state as extra
 memory. The run itself is unchanged. After each rung RUN/debug-STEP.json is written, so a killed
 command continues where it was. The findings go to RUN/debug-STEP.txt and to the page
 RUN/debug-STEP.html.
@@ -35,7 +35,7 @@ from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.report import ladder as page
 from narrowgauge.storage import reading
-from narrowgauge.train import place, stretch
+from narrowgauge.train import checkpoint_ref, probe
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.loop import prepare
 from narrowgauge.train.parallel.ranks import under_torchrun
@@ -83,8 +83,8 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         raise ConfigError("debug: repeats a stretch of a run in one process. Start it without torchrun.")
     if steps < 1 or at < 1:
         raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.")
-    config = replace(place.settings_of(run), plan="never")
-    start = place.at_or_before(run, at)
+    config = replace(checkpoint_ref.settings_of(run), plan="never")
+    start = checkpoint_ref.at_or_before(run, at)
     with RunFolder.reading(run):  # raises BusyError before the data are read
         pass
     tell(f"Reading {config.data} ...")
@@ -141,7 +141,7 @@ def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int
         until = "its end" if last == end else f"its switch of recipes at step {last + 1}"
         raise ConfigError(
             f"debug: {run} has {plural(left, 'step')} between its checkpoint of step {begun} and {until}, and at least {needed} are "
-            f"needed. Name an earlier --at. {place.existing(run)}"
+            f"needed. Name an earlier --at. {checkpoint_ref.existing(run)}"
         )
     if wanted < needed:
         raise ConfigError(
@@ -206,7 +206,7 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
 def _taken(trainer: Trainer, ladder: Ladder, name: str) -> Rung | None:
     """Runs one rung. Returns None if a signal interrupted it."""
     try:
-        found = stretch.stretch(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
+        found = probe.stretch(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
     except (
         ConfigError
         # Not every recipe allows this change: a straight-through estimator has no single GEMM to
@@ -232,7 +232,7 @@ def _change(name: str) -> Change:
 
 def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
     """Validation scores at the checkpoint, in the recipe and in 16 bits."""
-    with stretch.undone(trainer):
+    with probe.undone(trainer):
         trainer.model.eval()
         narrow, wide = trainer.scores(both=True)
         trainer.model.train()

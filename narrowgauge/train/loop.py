@@ -12,7 +12,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import branch, run_metadata, spiking, stepping
+from narrowgauge.train import branch, run_metadata, spike_watch, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -203,7 +203,7 @@ def _train_and_log(
         freed_memory = keep_freed_memory(config.keep_freed, device)
         # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
+        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spike_watch.watch_of)
         folder.write_config(asked)
         if trainer.resumed_from:
             # A kill may have come between saving a checkpoint and removing older best weights

@@ -15,12 +15,12 @@ from typing import Any
 
 from narrowgauge import manifest
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train import guarded
+from narrowgauge.train import run_guard
 from narrowgauge.train.checkpoint import store
+from narrowgauge.train.checkpoint_ref import BEST, Place, existing, steps_of
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.device import threads
 from narrowgauge.train.parallel.followers import FollowersLog
-from narrowgauge.train.place import BEST, Place, existing, steps_of
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
@@ -41,7 +41,7 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
 
     No other process can train the run meanwhile.
 
-    config  the run's own settings (`place.settings_of`)
+    config  the run's own settings (`checkpoint_ref.settings_of`)
     task    the prepared task, with the same data
     device  where the model is built
 
@@ -55,7 +55,7 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
         if config.epochs:
             config = replace(config, steps=task.steps(config.epochs), epochs=0)
         plain = replace(config, device=device, output=str(place.run), **PLAIN)
-        trainer = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
+        trainer = Trainer(plain, folder, task, silent_log(), watch=run_guard.watch_of)
         if step is not None and not has_all:
             _take_weights(trainer, folder, step)
         yield trainer

@@ -17,9 +17,9 @@ from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.deferred import Decision
 from narrowgauge.train.loss import Batch, Objective, inputs_of
 from narrowgauge.train.optimizer import apply_memory_options
-from narrowgauge.train.pending import Decision
 from narrowgauge.train.tasks import TrainTask
 
 # call(compute, *args) returns compute(*args), run inside a forward pass of the (wrapped) model

@@ -4,7 +4,7 @@
     raise NumericsError if the loss or the gradient norm is not finite: nothing has changed yet
     clip, optimizer.step(), advance(model)
 
-On a GPU the loss readback is deferred (`pending`): the device skips the update of a non-finite step
+On a GPU the loss readback is deferred (`deferred`): the device skips the update of a non-finite step
 and all later updates. The host copies the losses of several steps at once, before it prints, logs,
 evaluates, saves or ends. With CUDA graphs, or with updates in backward, it reads the loss after
 every step. A float16 overflow skips only its own update.
@@ -40,10 +40,12 @@ from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.snapshot import Scope, Snapshot, Training
 from narrowgauge.structure import is_weight
 from narrowgauge.train import launches, same_run, scoring, step, stepping
+from narrowgauge.train.callback import Watch
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.counters import Counters
+from narrowgauge.train.deferred import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
@@ -55,14 +57,12 @@ from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
-from narrowgauge.train.pending import MOST, Decision, Pending, Step, waits
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Compute
 from narrowgauge.train.tensor_stats import NonfiniteAmax, watched
-from narrowgauge.train.watch import Watch
 
 # float16: so many overflows in a row mean that lowering the loss scale does not help
 MOST_SKIPPED_STEPS = 20
@@ -96,7 +96,7 @@ class Trainer:
                       contribute to it and the peak is not recorded
         ranks         the ranks that share the micro-batches of a step (config.micro_batches); None:
                       one process
-        watch         builds the callbacks of this run (`watch.Watch`)
+        watch         builds the callbacks of this run (`callback.Watch`)
         """
         self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak

@@ -15,7 +15,7 @@ from narrowgauge.data import tokenizer as tokenizers
 from narrowgauge.errors import DataError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
-from narrowgauge.train.place import Place
+from narrowgauge.train.checkpoint_ref import Place
 from narrowgauge.train.reopen import reopened
 from tests.train import tiny
 

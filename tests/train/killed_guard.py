@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import guarded, loop, stretch
+from narrowgauge.train import loop, run_guard
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
@@ -87,10 +87,10 @@ def main(config: TrainConfig, at: int) -> None:
         return model
 
     setattr(trainer_module, "build", sick)  # noqa: B010
-    around(stretch, "_step")
+    around(probe, "_step")
     around(checkpoints, "save")
-    around(guarded.Guard, "_become")
-    around(guarded.Guard, "saved")
+    around(run_guard.Guard, "_become")
+    around(run_guard.Guard, "saved")
     around(Trainer, "take_up")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         code = loop.run(config)

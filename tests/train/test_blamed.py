@@ -13,7 +13,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
 from narrowgauge.train.blame_checkpoint import blame_checkpoint
 from narrowgauge.train.blamed import blame_run, logged_baseline
-from narrowgauge.train.place import Place
+from narrowgauge.train.checkpoint_ref import Place
 from tests.selection import quick
 from tests.train import tiny
 

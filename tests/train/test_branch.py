@@ -15,8 +15,8 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import BusyError, ConfigError, DataError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
+from narrowgauge.train.checkpoint_ref import Place, branched
 from narrowgauge.train.config.settings import replace
-from narrowgauge.train.place import Place, branched
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import PYTHON, run, run_ok
 from tests.selection import quick

@@ -14,10 +14,10 @@ from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train import branch, counters, loop, trainer
+from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
-from narrowgauge.train.pending import Pending
-from narrowgauge.train.place import branched
-from narrowgauge.train.stretch import undone
+from narrowgauge.train.deferred import Pending
+from narrowgauge.train.probe import undone
 from tests.compare import assert_same
 from tests.diagnose.blame.planted import IDS, converted
 

@@ -20,7 +20,7 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
-from narrowgauge.train import guard_before
+from narrowgauge.train import guard_state
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -106,7 +106,7 @@ class SavedRun:
         model = build(self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None)
         # Include a guard's switch: without it, a widened run was scored in its old recipe (loss
         # 5.6745 instead of 5.6721).
-        for stage in guard_before.with_given(stages(self.config, model), model, self.config, self._facts(found)):
+        for stage in guard_state.with_given(stages(self.config, model), model, self.config, self._facts(found)):
             if stage.step <= found.step:
                 stage.apply(model)
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})

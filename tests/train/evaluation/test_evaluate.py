@@ -12,11 +12,11 @@ import torch
 from narrowgauge import cli
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.train import blame_checkpoint, loop
+from narrowgauge.train.checkpoint_ref import Place
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
-from narrowgauge.train.place import Place
 from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
 from tests.train.test_loop import installed  # noqa: F401

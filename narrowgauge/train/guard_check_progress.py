@@ -49,7 +49,7 @@ class Running:
     def facts(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Contents for a checkpoint.
 
-        terms  the settings and batches that the losses depend on (`guard_before.terms`)
+        terms  the settings and batches that the losses depend on (`guard_state.terms`)
         """
         return {**asdict(self), "terms": terms}
 

@@ -2,7 +2,7 @@
 
     after step k      copy the state; run `steps` steps in BF16 (at the first check and every fourth
                       a second time, summed in another order, as a control); restore the state; the
-                      run continues as if nothing had happened (`stretch`)
+                      run continues as if nothing had happened (`probe`)
     step k + steps    compare the mean losses of both over the second half; add the difference to
                       `Evidence`; log a `guard` event
 
@@ -47,13 +47,13 @@ from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.blamed import STEPS, blame_run
+from narrowgauge.train.callback import Watch
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
+from narrowgauge.train.guard_check_progress import FirstStep, Running
+from narrowgauge.train.guard_state import KEY, Unguarded, known_of, place_of_copy, terms
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.running_check import FirstStep, Running
-from narrowgauge.train.stretch import Stretch, taken, undone
-from narrowgauge.train.watch import Watch
+from narrowgauge.train.probe import Stretch, taken, undone
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer

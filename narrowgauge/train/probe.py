@@ -11,7 +11,7 @@
                                                            model, restore
 
 Each step is a step of the run: same batch, learning rate, clipping and loss scale. Nothing is
-logged. `Snapshot` copies and restores the state of the run. Unread steps of a GPU (`pending`) must
+logged. `Snapshot` copies and restores the state of the run. Unread steps of a GPU (`deferred`) must
 be read before.
 
 A probe ends early at a non-finite loss or norm, as the run would (`Stretch.lost`), and at a stop
@@ -44,9 +44,9 @@ from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train import launches, step, stepping
+from narrowgauge.train.deferred import MOST, fetched
 from narrowgauge.train.loss import Batch, learning_rate
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks
-from narrowgauge.train.pending import MOST, fetched
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer

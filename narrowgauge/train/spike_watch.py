@@ -3,7 +3,7 @@
 The rule that detects a spike is in diagnose/spikes.py.
 
     judge    load the newest checkpoint before the spike, run the same batches up to the spike in
-             BF16, restore the run (`stretch`). If the BF16 loss also lies above its curve there (by
+             BF16, restore the run (`probe`). If the BF16 loss also lies above its curve there (by
              LOSS_WITH_NORM scales), the data are the cause, else the format
     warn     log the cause
     skip     if the data are the cause, rewind to that checkpoint and leave the batch of the spike
@@ -32,13 +32,13 @@ from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train import guarded
+from narrowgauge.train import run_guard
+from narrowgauge.train.callback import Several, Watch
 from narrowgauge.train.checkpoint.store import Checkpoint
 from narrowgauge.train.console import Console
-from narrowgauge.train.guard_before import place_of_copy
+from narrowgauge.train.guard_state import place_of_copy
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.stretch import taken, undone
-from narrowgauge.train.watch import Several, Watch
+from narrowgauge.train.probe import taken, undone
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -250,5 +250,5 @@ def _examples(numbers: Sequence[int]) -> str:
 
 def watch_of(trainer: Trainer) -> Watch:
     """Builds the callbacks of a run: its guard, and the spike watch if `on_spike` is set."""
-    guard = guarded.watch_of(trainer)
+    guard = run_guard.watch_of(trainer)
     return Several([guard, SpikeWatch(trainer)]) if trainer.config.on_spike else guard

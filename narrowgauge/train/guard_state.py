@@ -14,12 +14,12 @@ from narrowgauge.diagnose.guard.fork import NAME, refuse_room
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.train.callback import Watch
 from narrowgauge.train.checkpoint import state
+from narrowgauge.train.checkpoint_ref import NUMBERS, STEPS
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import Stage, chosen_recipe, with_stage
 from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.place import NUMBERS, STEPS
-from narrowgauge.train.watch import Watch
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
