@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref
-from narrowgauge.train.checkpoint_ref import Place
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 
 
 def _flag(words: str) -> Parameter:
@@ -45,8 +45,8 @@ def blame(
     healthy = None
     if baseline:
         tell(f"Looking for a healthy step at the checkpoint of step {baseline} ...")
-        healthy = blame_checkpoint(Place(run, baseline), device, confirm=0)
+        healthy = blame_checkpoint(CheckpointRef(run, baseline), device, confirm=0)
     tell("Looking at one step and, of suspects, at stretches of steps ...")
-    found = blame_checkpoint(Place(run, at or None), device, steps=steps, baseline=healthy)
+    found = blame_checkpoint(CheckpointRef(run, at or None), device, steps=steps, baseline=healthy)
     print(json_format.dumps(found.as_dict(), indent=2) if json else found)
     return 0

@@ -57,7 +57,7 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(toml.load_stored(folder.config), config)
     elif config.parent and not folder.has_run():
-        checkpoint_ref.refuse(checkpoint_ref.settings_of(checkpoint_ref.Place.of(config.parent).run), config)
+        checkpoint_ref.refuse(checkpoint_ref.settings_of(checkpoint_ref.CheckpointRef.of(config.parent).run), config)
     return config
 
 
@@ -68,7 +68,7 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     output = str(given.get("output") or TrainConfig.output)
     stored, parent = run_folder.RunFolder(Path(output)).config, str(given.get("parent") or "")
     if parent and not (given.get("resume") and run_folder.RunFolder(Path(output)).has_run()):
-        return checkpoint_ref.inherited(checkpoint_ref.Place.of(parent).run, given)
+        return checkpoint_ref.inherited(checkpoint_ref.CheckpointRef.of(parent).run, given)
     if given.get("resume") and os.path.lexists(stored):
         return {**toml.read_stored(stored), "output": (output, "")}
     if given.get("resume") and set(given) <= {"resume", "output"}:  # no user wants a run of pure defaults

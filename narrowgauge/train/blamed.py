@@ -33,7 +33,7 @@ from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.loss import Objective
 from narrowgauge.train.parallel.step import targets_of_ranks
-from narrowgauge.train.probe import Stretch, stretch, undone
+from narrowgauge.train.probe import ProbeResult, rolled_back, run_probe
 
 STEPS = 50  # length of a probe
 # Fewer steps confirm nothing
@@ -70,7 +70,7 @@ def blame_run(
         raise ConfigError(
             "blame: a rank of a pipeline has a stage of the model alone. Blame a copy of the run that has no pp."
         )
-    with undone(trainer, where):
+    with rolled_back(trainer, where):
         compute = _next_step(trainer)
         found = observed(trainer.model, compute, trace=True)
     trainer.optimizer.zero_grad()
@@ -86,9 +86,9 @@ def blame_run(
         # compare gradients instead.
         and not trainer.config.cuda_graph
     ):
-        confirmations = by_stretches(trainer, suspects, number, where)
+        confirmations = by_probes(trainer, suspects, number, where)
     elif suspects and trainer.ranks.world == 1 and trainer.stepping is None:
-        with undone(trainer, where):
+        with rolled_back(trainer, where):
             confirmations = by_gradient(trainer.model, _next_step(trainer), suspects)
     elif suspects:
         notes = (*notes, "Suspects are not confirmed: the run has no steps left for a stretch.")
@@ -101,7 +101,7 @@ def blame_run(
 
 
 def _next_step(trainer: Any) -> Callable[[], None]:
-    """Returns a function that runs forward and backward of the next step. Call inside `undone`.
+    """Returns a function that runs forward and backward of the next step. Call inside `rolled_back`.
 
     It runs the uncompiled model, so that observers see every matmul.
     """
@@ -121,14 +121,14 @@ def _next_step(trainer: Any) -> Callable[[], None]:
 # Confirmation
 
 
-def by_stretches(
+def by_probes(
     trainer: Any, suspects: tuple[Finding, ...], steps: int, where: str | Path = "host"
 ) -> list[Confirmation]:
     """Confirms suspects by probes, one result per suspect.
 
     If each of several suspects is too little alone, a last probe has all suspects in 16 bits.
     """
-    taken = partial(stretch, trainer, steps, where=where)
+    taken = partial(run_probe, trainer, steps, where=where)
     narrow, wide = taken(_as_it_is), taken(suspended)
     control = taken(suspended, other_order=True)
     level = _level(wide)
@@ -177,7 +177,7 @@ def _as_it_is(model: nn.Module) -> Any:
     return nullcontext(model)
 
 
-def _level(seen: Stretch) -> float:
+def _level(seen: ProbeResult) -> float:
     """Mean loss of the second half of a probe."""
     losses = seen.losses
     return statistics.fmean(losses[len(losses) // 2 :]) if losses else 0.0

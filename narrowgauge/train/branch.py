@@ -42,7 +42,7 @@ from narrowgauge.recipes import AUTO
 from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight
 from narrowgauge.train import checkpoint_ref, run_guard
-from narrowgauge.train.checkpoint_ref import Place
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.reopen import PLAIN, reopened, silent_log
@@ -62,7 +62,7 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     Raises like `reopened`, and ConfigError for settings that a branch cannot have or if no step is
     left.
     """
-    start = Place.of(config.parent)
+    start = CheckpointRef.of(config.parent)
     parent_config = checkpoint_ref.settings_of(start.run)
     checkpoint_ref.refuse(parent_config, config)
     with reopened(start, parent_config, task) as parent:
@@ -131,9 +131,9 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         # Apply the recipe of higher precision that a guard gave the parent
         branch.watch.prepare(parent.watch.facts())
         branch.watch.restore(parent.watch.facts())
-    for stage in branch.stages:
-        if stage.step <= parent.step:
-            stage.apply(branch.model)
+    for switch in branch.switches:
+        if switch.step <= parent.step:
+            switch.apply(branch.model)
     _take_weights(parent, branch)
     said = _take_layers(parent.model, branch.model)
     pairs = list(_pairs(parent, branch))

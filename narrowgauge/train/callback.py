@@ -17,7 +17,7 @@ from typing import Any
 from narrowgauge.train.console import Console
 
 
-class Watch:
+class Callback:
     """Callbacks that Trainer calls at fixed places of its loop."""
 
     def prepare(self, facts: Mapping[str, Any]) -> None: ...
@@ -47,10 +47,10 @@ class Watch:
         return ""
 
 
-class Several(Watch):
+class Several(Callback):
     """Calls several independent watches in order."""
 
-    def __init__(self, watches: Sequence[Watch]) -> None:
+    def __init__(self, watches: Sequence[Callback]) -> None:
         self.watches = watches
 
     def prepare(self, facts: Mapping[str, Any]) -> None:

@@ -96,7 +96,7 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         ladder = _ladder(trainer, run, at, steps)
         path = run / f"debug-{at}.json"
         key = _key(trainer, ladder)
-        _take_up(path, key, ladder)
+        _reuse_rungs(path, key, ladder)
         _climb(trainer, ladder, path, key)
         if stop.requested:
             tell(f"Stopped. The rungs that were taken are in {path}: the same command goes on from there.")
@@ -113,11 +113,11 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
 def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
     """The ladder, limited to the steps that remain before the end or the next recipe switch."""
     begun, config = trainer.step, trainer.config
-    for stage in trainer.stages:
+    for switch in trainer.switches:
         # A switch at the first probed step belongs to the recipe.
-        if stage.step == begun + 1:
-            stage.apply(trainer.model)
-    last = min([config.steps, *(stage.step - 1 for stage in trainer.stages if stage.step > begun + 1)])
+        if switch.step == begun + 1:
+            switch.apply(trainer.model)
+    last = min([config.steps, *(switch.step - 1 for switch in trainer.switches if switch.step > begun + 1)])
     taken = _steps_taken(run, at, steps, begun, last, config.steps)
     events = read_metrics(trainer.folder.metrics)
     # Also the batches that were skipped after the checkpoint
@@ -168,7 +168,7 @@ def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _take_up(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
+def _reuse_rungs(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
     """Reuses the rungs that an earlier command ran from the same checkpoint."""
     try:
         if not os.path.lexists(path):
@@ -206,7 +206,7 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
 def _taken(trainer: Trainer, ladder: Ladder, name: str) -> Rung | None:
     """Runs one rung. Returns None if a signal interrupted it."""
     try:
-        found = probe.stretch(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
+        found = probe.run_probe(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
     except (
         ConfigError
         # Not every recipe allows this change: a straight-through estimator has no single GEMM to
@@ -232,7 +232,7 @@ def _change(name: str) -> Change:
 
 def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
     """Validation scores at the checkpoint, in the recipe and in 16 bits."""
-    with probe.undone(trainer):
+    with probe.rolled_back(trainer):
         trainer.model.eval()
         narrow, wide = trainer.scores(both=True)
         trainer.model.train()

@@ -8,8 +8,8 @@ decide about updates that the host has not seen:
     halted      a fatal loss or norm: this update and all updates after it are skipped
 
 Deferring never changes a result. When the host reads a fatal step, the weights are still at the
-last good step. `Step` keeps the micro-batches and a snapshot of low-precision state and generators,
-so that Trainer can repeat the step and name the first non-finite module.
+last good step. `QueuedStep` keeps the micro-batches and a snapshot of low-precision state and
+generators, so that Trainer can repeat the step and name the first non-finite module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def waits(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Decision:
+class SkipFlags:
     """Device-side flags that skip or halt optimizer updates; identical on all ranks.
 
     halted     0-d float32, 0 or 1: the run ends, and no further update is applied
@@ -88,7 +88,7 @@ class Decision:
 
 
 @dataclass
-class Step:
+class QueuedStep:
     """A step that was queued on the device and not read yet.
 
     readings       1-d tensor on the device: losses of the micro-batches, then the gradient norm
@@ -107,14 +107,14 @@ class Step:
 
 
 @dataclass
-class Pending:
+class StepQueue:
     """Queue of unread steps.
 
     Each step has a snapshot from before its forward pass. The tensors of these snapshots are found
     once and stay the same until a layer gets another recipe.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[QueuedStep] = field(default_factory=list)
     started_at_s: float = 0.0
     _newest: Snapshot | None = None
 

@@ -14,11 +14,11 @@ from narrowgauge.diagnose.guard.fork import NAME, refuse_room
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
-from narrowgauge.train.callback import Watch
+from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint_ref import NUMBERS, STEPS
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.model import Stage, chosen_recipe, with_stage
+from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 from narrowgauge.train.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -35,12 +35,14 @@ def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         return decode(facts[KEY])
 
 
-def with_given(stages: list[Stage], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]) -> list[Stage]:
+def with_given(
+    switches: list[RecipeSwitch], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]
+) -> list[RecipeSwitch]:
     """The recipe switches of a run, including a guard's switch to a recipe of higher precision."""
     if (switched := known_of(facts).get("switched")) is None:
-        return stages
+        return switches
     step, name = switched
-    return with_stage(stages, model, chosen_recipe(config, name), step, f"guard: {name}@{step}")
+    return with_switch(switches, model, chosen_recipe(config, name), step, f"guard: {name}@{step}")
 
 
 def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
     return {"run": of_run, "left_out": trainer.feed.left_out, "every": settings.every, "steps": settings.steps}
 
 
-class Unguarded(Watch):
+class Unguarded(Callback):
     """A run without a guard that may have had one before.
 
     It keeps the recipe of higher precision that the guard gave it.
@@ -73,7 +75,7 @@ class Unguarded(Watch):
                 "--guard as it was, as --guard then=stay with its other keys."
             )
         if known.get("switched") is not None:
-            self.trainer.stages = with_given(self.trainer.stages, self.trainer.model, self.trainer.config, facts)
+            self.trainer.switches = with_given(self.trainer.switches, self.trainer.model, self.trainer.config, facts)
             self._before = {KEY: facts[KEY]}
 
     def facts(self) -> dict[str, Any]:

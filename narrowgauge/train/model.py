@@ -249,7 +249,7 @@ def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecipeSwitch:
     """One recipe switch."""
 
     step: int  # first step with the new recipes
@@ -257,7 +257,7 @@ class Stage:
     changes: dict[str, tuple[Recipe, Recipe]]  # layer -> (recipe before, recipe after)
 
     def apply(self, model: nn.Module) -> None:
-        """Sets the new recipes. With pipeline stages, on the layers of this rank."""
+        """Sets the new recipes. With pipeline switches, on the layers of this rank."""
         layers = dict(model.named_modules())
         for name, (_, recipe) in self.changes.items():
             if name in layers:
@@ -274,7 +274,7 @@ class Stage:
         return f"step {self.step}: switch {self.switch}: {len(self.changes)} layers from {before} to {after}"
 
 
-def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
+def recipe_switches(config: TrainConfig, model: nn.Module) -> list[RecipeSwitch]:
     """The configured recipe switches in order of their steps, resolved to layers of the model.
 
     The recipes of step n depend on n alone, so a resumed run computes the same numbers. Applying
@@ -292,12 +292,14 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
         except ConfigError as error:
             raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}") from None
         first = entry.after_step(config.steps) + 1
-        found.append(Stage(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
+        found.append(RecipeSwitch(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
         now |= changes
     return found
 
 
-def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int, words: str) -> list[Stage]:
+def with_switch(
+    switches: list[RecipeSwitch], model: nn.Module, recipe: Recipe, after: int, words: str
+) -> list[RecipeSwitch]:
     """The recipe switches plus one more, to `recipe` after step `after`.
 
     words  name of the switch in the log
@@ -308,18 +310,20 @@ def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int
     """
     now = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
     # Undo the switches already applied to the model: start from the first recipes
-    for stage in reversed(stages):
-        now |= {name: before for name, (before, _) in stage.changes.items() if name in now}
-    found = [stage for stage in stages if stage.step <= after]
-    for stage in found:
-        now |= {name: new for name, (_, new) in stage.changes.items()}
+    for switch in reversed(switches):
+        now |= {name: before for name, (before, _) in switch.changes.items() if name in now}
+    found = [switch for switch in switches if switch.step <= after]
+    for switch in found:
+        now |= {name: new for name, (_, new) in switch.changes.items()}
     changes = widened(model, now, recipe)
-    found.append(Stage(after + 1, words, {name: (now[name], new) for name, new in changes.items()}))
+    found.append(RecipeSwitch(after + 1, words, {name: (now[name], new) for name, new in changes.items()}))
     now |= changes
-    for stage in stages[len(found) - 1 :]:
-        later = {name: _still_wider(now[name], new) for name, (_, new) in stage.changes.items()}
+    for switch in switches[len(found) - 1 :]:
+        later = {name: _still_wider(now[name], new) for name, (_, new) in switch.changes.items()}
         changes = {name: new for name, new in later.items() if new is not now[name]}
-        found.append(Stage(stage.step, stage.switch, {name: (now[name], new) for name, new in changes.items()}))
+        found.append(
+            RecipeSwitch(switch.step, switch.switch, {name: (now[name], new) for name, new in changes.items()})
+        )
         now |= changes
     return found
 

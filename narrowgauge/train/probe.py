@@ -1,21 +1,22 @@
 """Probe: N optimizer steps from the run's state on the coming batches, then an exact rollback.
 
-    with undone(trainer):                                  saves the state, and restores it at the
-                                                           end, even after an error
-        wide = taken(trainer, 100)                         N steps in BF16 (`suspended`)
-    with undone(trainer):
-        again = taken(trainer, 100, other_order=True)      the same in another order of summation,
-                                                           as a control
+    with rolled_back(trainer):                     saves the state, and restores it at the end, even
+                                                   after an error
+        wide = take_steps(trainer, 100)            N steps in BF16 (`suspended`)
+    with rolled_back(trainer):
+        again = take_steps(trainer, 100, other_order=True)
+                                                   the same in another order of summation, as a
+                                                   control
     change = lambda model: switched(model, "bf16", "layers.1.down_proj", ["grad_weight"])
-    found = stretch(trainer, 100, change)                  save, N steps under another change of the
-                                                           model, restore
+    found = run_probe(trainer, 100, change)        save, N steps under another change of the model,
+                                                   restore
 
 Each step is a step of the run: same batch, learning rate, clipping and loss scale. Nothing is
 logged. `Snapshot` copies and restores the state of the run. Unread steps of a GPU (`deferred`) must
 be read before.
 
-A probe ends early at a non-finite loss or norm, as the run would (`Stretch.lost`), and at a stop
-request.
+A probe ends early at a stop request, and at a non-finite loss or norm, as the run would
+(`ProbeResult.lost`).
 
 The control sums gradients over halves of the micro-batches. With compiled shapes, pipeline stages,
 steps in backward or dropout, it moves weights by one unit in the last place instead (`nudge`).
@@ -56,7 +57,7 @@ Change = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass
-class Stretch:
+class ProbeResult:
     """Losses and other results of a probe.
 
     begun    step of the run before the probe
@@ -85,15 +86,15 @@ class Stretch:
         return [each["grad_norm"] for each in self.steps]
 
 
-def stretch(
+def run_probe(
     trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False, where: str | Path = "host"
-) -> Stretch:
+) -> ProbeResult:
     """Runs a probe of N optimizer steps under a change of the model.
 
     Afterwards the state is bit-identical to before.
     """
-    with undone(trainer, where):
-        return taken(trainer, steps, change, other_order=other_order)
+    with rolled_back(trainer, where):
+        return take_steps(trainer, steps, change, other_order=other_order)
 
 
 def refuse(trainer: Trainer, steps: int) -> None:
@@ -108,14 +109,14 @@ def refuse(trainer: Trainer, steps: int) -> None:
         raise ConfigError(
             f"a stretch of {steps} steps from step {trainer.step}: the run has {config.steps} steps. Take a shorter one."
         )
-    if trainer.pending is not None and trainer.pending.steps:
+    if trainer.queue is not None and trainer.queue.steps:
         raise ConfigError(
-            f"a stretch from step {trainer.step}: {len(trainer.pending.steps)} steps were launched and not read. Read them first."
+            f"a stretch from step {trainer.step}: {len(trainer.queue.steps)} steps were launched and not read. Read them first."
         )
 
 
 @contextmanager
-def undone(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
+def rolled_back(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
     """Restores, when the block ends or raises, everything that optimizer steps change.
 
     where  place of the state's copy, as for `Snapshot`: "host" or a folder
@@ -128,11 +129,11 @@ def undone(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
             trainer.restore(before)
 
 
-def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> Stretch:
-    """Runs the steps of a probe without restoring the state. Call it inside `undone`."""
+def take_steps(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> ProbeResult:
+    """Runs the steps of a probe without restoring the state. Call it inside `rolled_back`."""
     refuse(trainer, steps)
     began_at_s = time.monotonic()
-    found, readings = Stretch(trainer.step), list[Tensor]()
+    found, readings = ProbeResult(trainer.step), list[Tensor]()
     in_halves = other_order and _takes_halves(trainer)
     if other_order and not in_halves:
         nudge(trainer.model)
@@ -143,7 +144,7 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
                 break
             readings.append(_step(trainer, number, in_halves, found))
             # Without device flags, each step must be read before the next one: it may be the last.
-            if len(readings) == MOST or trainer.decision is None or number == found.begun + steps:
+            if len(readings) == MOST or trainer.flags is None or number == found.begun + steps:
                 _read(trainer, readings, found)
             if found.lost:
                 break
@@ -153,7 +154,7 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
     return found
 
 
-def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Tensor:
+def _step(trainer: Trainer, number: int, in_halves: bool, found: ProbeResult) -> Tensor:
     """Runs one step of a probe and returns its losses and norm.
 
     Appends the other fields of its log event to `found.steps`.
@@ -169,17 +170,17 @@ def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Ten
     readings = take(batches, targets)
     found.steps.append({"lr": lr, "tokens": targets, **facts, "inputs": drawn.inputs})
     # As in Trainer: the device decides, or the host does before the update.
-    if trainer.decision is not None:
-        trainer.decision.see(readings)
+    if trainer.flags is not None:
+        trainer.flags.see(readings)
     elif not bool(readings.isfinite().all()) and trainer.scaler is None:
         return readings  # the update is skipped here, and `_read` ends the probe at this step
     advance = partial(trainer.parallel.advance, trainer.model)
-    step.update(trainer.optimizer, trainer.scaler, advance, trainer.decision)
+    step.update(trainer.optimizer, trainer.scaler, advance, trainer.flags)
     trainer.counters.step = number
     return readings
 
 
-def _read(trainer: Trainer, readings: list[Tensor], found: Stretch) -> None:
+def _read(trainer: Trainer, readings: list[Tensor], found: ProbeResult) -> None:
     """Reads losses and norms of the steps since the last call.
 
     Records the first step that would have ended the run.
@@ -198,7 +199,7 @@ def _read(trainer: Trainer, readings: list[Tensor], found: Stretch) -> None:
         found.steps[place] = {"loss": loss, "grad_norm": norm, **found.steps[place]}
         if not found.lost and not trainer.is_fine(loss, norm):
             found.lost = found.begun + place + 1
-    if trainer.decision is not None and isinstance(trainer.optimizer, NarrowOptimizer):
+    if trainer.flags is not None and isinstance(trainer.optimizer, NarrowOptimizer):
         # The device may have skipped updates that the optimizer counted: correct its step counts.
         trainer.optimizer.settle([not math.isfinite(norm) for norm in norms])
     if found.lost:

@@ -17,7 +17,7 @@ from narrowgauge import manifest
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train import run_guard
 from narrowgauge.train.checkpoint import store
-from narrowgauge.train.checkpoint_ref import BEST, Place, existing, steps_of
+from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, existing, steps_of
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.device import threads
 from narrowgauge.train.parallel.followers import FollowersLog
@@ -36,7 +36,7 @@ def silent_log() -> FollowersLog:
 
 
 @contextmanager
-def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "cpu") -> Iterator[Trainer]:
+def reopened(place: CheckpointRef, config: TrainConfig, task: TrainTask, device: str = "cpu") -> Iterator[Trainer]:
     """Yields a Trainer of the run, restored from the checkpoint at `place`.
 
     No other process can train the run meanwhile.
@@ -61,7 +61,7 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
         yield trainer
 
 
-def _step_of(place: Place, folder: RunFolder) -> tuple[int | None, bool]:
+def _step_of(place: CheckpointRef, folder: RunFolder) -> tuple[int | None, bool]:
     """Returns (step, None for the newest; True if its whole checkpoint exists).
 
     Of the best evaluation, weights may be all that is left.

@@ -47,19 +47,19 @@ from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.blamed import STEPS, blame_run
-from narrowgauge.train.callback import Watch
+from narrowgauge.train.callback import Callback
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_check_progress import FirstStep, Running
+from narrowgauge.train.guard_check_progress import CheckProgress, FirstStep
 from narrowgauge.train.guard_state import KEY, Unguarded, known_of, place_of_copy, terms
-from narrowgauge.train.model import Stage, chosen_recipe, with_stage
+from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.probe import Stretch, taken, undone
+from narrowgauge.train.probe import ProbeResult, rolled_back, take_steps
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
 
 
-class Guard(Watch):
+class Guard(Callback):
     """Guard of one run.
 
     settings       parsed setting `guard`
@@ -81,7 +81,7 @@ class Guard(Watch):
         self.trainer, self.settings = trainer, settings
         self.evidence = settings.evidence()
         self.known: Verdict | None = None
-        self.running: Running | None = None
+        self.running: CheckProgress | None = None
         self.first: FirstStep | None = None
         self.audit: Audit | None = None
         self.switched: tuple[int, str] | None = None
@@ -103,7 +103,7 @@ class Guard(Watch):
             )
         if self.settings.recipe:
             try:
-                self._stages(0, self.settings.recipe)
+                self._switches(0, self.settings.recipe)
             except ConfigError as error:
                 raise ConfigError(
                     f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'."
@@ -118,11 +118,11 @@ class Guard(Watch):
         if not own or (self.switched is not None and settings.then == "bf16" and not self._codes):
             return False
         start = own[-1]
-        for stage in self.trainer.stages:
+        for switch in self.trainer.switches:
             # A recipe switch inside the check would compare different recipes: start the check at
             # the switch.
-            if start < stage.step <= start + settings.steps:
-                start = stage.step
+            if start < switch.step <= start + settings.steps:
+                start = switch.step
         return start == step and step + settings.steps <= config.steps
 
     def _ends_after(self, step: int) -> bool:
@@ -144,9 +144,9 @@ class Guard(Watch):
         show.say(
             f"step {trainer.step}: guard: {plural(steps, 'step')} in BF16 from here{', twice' if again else ''}{self._duration(again)}"
         )
-        with undone(trainer, self.where):
+        with rolled_back(trainer, self.where):
             with FirstGradients(trainer.model, trainer.optimizer) as gradients:
-                wide = taken(trainer, steps)
+                wide = take_steps(trainer, steps)
             self._count(wide)
             if not wide.ended and not wide.lost and self.settings.keeps_reference:
                 # Save the end of the reference as a checkpoint rather than a copy in memory: it may
@@ -155,10 +155,10 @@ class Guard(Watch):
         # A stopped reference is dropped: the resumed run starts the check again.
         if wide.ended:
             return
-        running = Running(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
+        running = CheckProgress(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
         if again and not wide.lost:
-            with undone(trainer, self.where):
-                control = taken(trainer, steps, other_order=True)
+            with rolled_back(trainer, self.where):
+                control = take_steps(trainer, steps, other_order=True)
                 self._count(control)
             if control.ended:
                 return
@@ -166,7 +166,7 @@ class Guard(Watch):
         self.running, self.first = running, FirstStep(trainer, gradients.samples, wide.steps)
         self._be_wide(False)  # a run that stays in BF16 tries its own recipe again
 
-    def _count(self, found: Stretch) -> None:
+    def _count(self, found: ProbeResult) -> None:
         self.stretch_steps += len(found.steps)
         self.stretch_s += found.spent_s
 
@@ -238,7 +238,7 @@ class Guard(Watch):
 
     # --- the reference becomes the run
 
-    def _become(self, running: Running, show: Console) -> None:
+    def _become(self, running: CheckProgress, show: Console) -> None:
         """Replaces the run's state and logged steps by the BF16 reference.
 
         The run then continues in BF16 or in the recipe that `then` names. If the checkpoint in
@@ -259,21 +259,21 @@ class Guard(Watch):
         if found is None or why:
             show.say(f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps.")
         else:
-            trainer.take_up(found)
+            trainer.load_checkpoint(found)
             self.stretch_steps -= len(running.wide)
-            if trainer.decision is not None:
-                trainer.decision = trainer.new_decision()
+            if trainer.flags is not None:
+                trainer.flags = trainer.new_flags()
             self._log_reference(running)
         if self.settings.recipe:
             self.switched = (trainer.step, self.settings.recipe)
-            trainer.stages = self._stages(*self.switched)
+            trainer.switches = self._switches(*self.switched)
             first, trivial = self.evidence.first, self.evidence.trivial
             self.evidence = self.settings.evidence()  # earlier checks judged the old recipe
             self.evidence.first, self.evidence.trivial = first, trivial
         else:
             self._be_wide(True)
 
-    def _log_reference(self, running: Running) -> None:
+    def _log_reference(self, running: CheckProgress) -> None:
         """Replaces the run's logged steps of the check by the reference steps, with their time."""
         trainer, per_step_s = self.trainer, running.spent_s / len(running.wide)
         trainer.log.write("rewind", running.begun, steps=len(running.wide), why="guard")
@@ -290,7 +290,7 @@ class Guard(Watch):
             self._wide.close()
         self.is_wide = wide
 
-    def _stages(self, after: int, name: str) -> list[Stage]:
+    def _switches(self, after: int, name: str) -> list[RecipeSwitch]:
         """The run's recipe switches, plus one to the recipe that `then` names, for all layers.
 
         after  step before the switch
@@ -298,7 +298,7 @@ class Guard(Watch):
         """
         trainer = self.trainer
         recipe = chosen_recipe(trainer.config, name)
-        return with_stage(trainer.stages, trainer.model, recipe, after, f"guard: {name}@{after}")
+        return with_switch(trainer.switches, trainer.model, recipe, after, f"guard: {name}@{after}")
 
     # --- checkpoints
 
@@ -318,7 +318,7 @@ class Guard(Watch):
 
     def prepare(self, facts: Mapping[str, Any]) -> None:
         if (switched := known_of(facts).get("switched")) is not None:
-            self.trainer.stages = self._stages(*switched)
+            self.trainer.switches = self._switches(*switched)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         if self.first is not None:
@@ -336,7 +336,7 @@ class Guard(Watch):
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
         if known["running"]:
-            self.running = Running.of(known["running"], terms(self.trainer, self.settings))
+            self.running = CheckProgress.of(known["running"], terms(self.trainer, self.settings))
         if known["running"] and self.running is None:
             tell(
                 "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
@@ -401,6 +401,6 @@ class Guard(Watch):
         return f"Guard: {self.known.sentence} {plural(done, 'check')}{said}; {cost}."
 
 
-def watch_of(trainer: Trainer) -> Watch:
+def watch_of(trainer: Trainer) -> Callback:
     settings = parse(trainer.config.guard)
     return Unguarded(trainer) if settings is None else Guard(trainer, settings)

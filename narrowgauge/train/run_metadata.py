@@ -92,9 +92,9 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         show.say(line)
     if config.compile:
         show.say("Compiling during the first step and the first evaluation: minutes of silence.")
-    for stage in trainer.stages:
-        if stage.step > trainer.step:
-            show.say(f"To come at {stage}")
+    for switch in trainer.switches:
+        if switch.step > trainer.step:
+            show.say(f"To come at {switch}")
     if words := looked_up(model):
         show.say(words)
     show.say("\n".join([f"Loss: {trainer.objective.description}.", *in_float32(trainer), *trainer.memory_notes]))
@@ -199,7 +199,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "auto": trainer.auto,
         "precision": config.precision,
         "float32": in_float32(trainer),
-        "switches": [{"step": stage.step, **stage.event} for stage in trainer.stages],
+        "switches": [{"step": switch.step, **switch.event} for switch in trainer.switches],
         "loss": trainer.objective.description,
         "memory": trainer.memory_notes,
         "parameters": trainer.parameters,

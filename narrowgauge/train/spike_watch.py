@@ -33,12 +33,12 @@ from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train import run_guard
-from narrowgauge.train.callback import Several, Watch
+from narrowgauge.train.callback import Callback, Several
 from narrowgauge.train.checkpoint.store import Checkpoint
 from narrowgauge.train.console import Console
 from narrowgauge.train.guard_state import place_of_copy
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.probe import taken, undone
+from narrowgauge.train.probe import rolled_back, take_steps
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -69,7 +69,7 @@ class Judgement:
     examples: Sequence[int] = ()
 
 
-class SpikeWatch(Watch):
+class SpikeWatch(Callback):
     """Detects and judges the loss spikes of one run."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -98,7 +98,7 @@ class SpikeWatch(Watch):
     def after_step(self, show: Console) -> None:
         trainer = self.trainer
         # Queued steps must be read first: a probe starts from a state that the host knows.
-        if not self.found or (trainer.pending is not None and trainer.pending.steps):
+        if not self.found or (trainer.queue is not None and trainer.queue.steps):
             return
         # A GPU run reads several steps at once, so several spikes may arrive together
         found, self.found = self.found, []
@@ -149,19 +149,19 @@ class SpikeWatch(Watch):
     def _judged(self, spike: Spike) -> Judgement:
         """Runs the batches since the newest checkpoint in BF16 and names the cause of the spike."""
         trainer = self.trainer
-        stages, left_out = [stage.step for stage in trainer.stages], list(trainer.feed.left_out)
-        with undone(trainer, self.where):
+        switches, left_out = [switch.step for switch in trainer.switches], list(trainer.feed.left_out)
+        with rolled_back(trainer, self.where):
             try:
                 found = self._newest()
                 if found is None or found.step >= spike.step:
                     return Judgement(UNKNOWN, "there is no checkpoint before it")
-                if any(found.step < step <= spike.step for step in stages):
+                if any(found.step < step <= spike.step for step in switches):
                     return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
-                trainer.take_up(found)
+                trainer.load_checkpoint(found)
                 trainer.feed.leave_out(left_out)  # the batches that the run has skipped since then
             except CheckpointError as error:
                 return Judgement(UNKNOWN, str(error))
-            wide = taken(trainer, spike.step - found.step)
+            wide = take_steps(trainer, spike.step - found.step)
         if wide.ended:
             return Judgement(UNKNOWN, wide.ended, found.step, was_stopped=True)
         rule = _rule_of(found.facts)
@@ -190,16 +190,16 @@ class SpikeWatch(Watch):
         assert found is not None  # the judgement used this checkpoint
         steps = trainer.step - found.step
         trainer.optimizer.zero_grad()
-        trainer.take_up(found)
+        trainer.load_checkpoint(found)
         trainer.feed.leave_out(left_out)
         # All watches restore, this one included: the rule must forget the steps that are undone.
         trainer.watch.restore(found.facts)
         trainer.counters.saved_step = found.step
-        if trainer.decision is not None:
+        if trainer.flags is not None:
             # The old flags describe steps that are undone.
-            trainer.decision = trainer.new_decision()
-        if trainer.pending is not None:
-            trainer.pending.forget()
+            trainer.flags = trainer.new_flags()
+        if trainer.queue is not None:
+            trainer.queue.forget()
         trainer.log.write("rewind", found.step, steps=steps, why="spike")
 
     def last_words(self) -> str:
@@ -248,7 +248,7 @@ def _examples(numbers: Sequence[int]) -> str:
     return f", examples {', '.join(map(str, shown))}{f' and {more} more (metrics.jsonl has all)' if more > 0 else ''}"
 
 
-def watch_of(trainer: Trainer) -> Watch:
+def watch_of(trainer: Trainer) -> Callback:
     """Builds the callbacks of a run: its guard, and the spike watch if `on_spike` is set."""
     guard = run_guard.watch_of(trainer)
     return Several([guard, SpikeWatch(trainer)]) if trainer.config.on_spike else guard

@@ -40,16 +40,16 @@ from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.snapshot import Scope, Snapshot, Training
 from narrowgauge.structure import is_weight
 from narrowgauge.train import launches, same_run, scoring, step, stepping
-from narrowgauge.train.callback import Watch
+from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.counters import Counters
-from narrowgauge.train.deferred import MOST, Decision, Pending, Step, waits
+from narrowgauge.train.deferred import MOST, QueuedStep, SkipFlags, StepQueue, waits
 from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.model import build, stages
+from narrowgauge.train.model import build, recipe_switches
 from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.evaluation import readings
@@ -88,7 +88,7 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
-        has_own_peak: bool = True, ranks: Ranks | None = None, watch: Callable[[Any], Watch] = lambda trainer: Watch(),
+        has_own_peak: bool = True, ranks: Ranks | None = None, watch: Callable[[Any], Callback] = lambda trainer: Callback(),
     ) -> None:  # fmt: skip
         """Builds all parts and resumes from the newest valid checkpoint, if there is one.
 
@@ -96,7 +96,7 @@ class Trainer:
                       contribute to it and the peak is not recorded
         ranks         the ranks that share the micro-batches of a step (config.micro_batches); None:
                       one process
-        watch         builds the callbacks of this run (`callback.Watch`)
+        watch         builds the callbacks of this run (`callback.Callback`)
         """
         self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak
@@ -126,7 +126,7 @@ class Trainer:
         self.parameters = sum(each.numel() for name, each in self.model.named_parameters() if is_weight(name))
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
-        self.stages = stages(config, self.model)
+        self.switches = recipe_switches(config, self.model)
         # Index parameters as an optimizer of the unsplit model would, so that checkpoints do not
         # depend on the number of pipeline stages.
         self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
@@ -150,11 +150,11 @@ class Trainer:
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Reason why the optimizer step leaves casting weights to the forward pass; '' if it casts.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
-        self.pending: Pending | None = None
-        self.decision: Decision | None = None
+        self.queue: StepQueue | None = None
+        self.flags: SkipFlags | None = None
         if waits(device) and self.graphs is None and self.stepping is None:
-            self.decision = self.new_decision()
-            self.pending = Pending()
+            self.flags = self.new_flags()
+            self.queue = StepQueue()
         self._compare_ranks()
 
     @property
@@ -196,13 +196,13 @@ class Trainer:
         The probe gets device flags of its own. With the run's, a float16 overflow just before would
         skip every step of the probe.
         """
-        queue, flags = self.pending, self.decision
-        self.pending = None
-        self.decision = None if flags is None else self.new_decision()
+        queue, flags = self.queue, self.flags
+        self.queue = None
+        self.flags = None if flags is None else self.new_flags()
         try:
             yield
         finally:
-            self.pending, self.decision = queue, flags
+            self.queue, self.flags = queue, flags
             if queue is not None:
                 # A change inside the block may have replaced amax histories.
                 queue.forget()
@@ -216,22 +216,22 @@ class Trainer:
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
-        for stage in self.stages:
-            if stage.step <= step:
-                stage.apply(self.model)
+        for switch in self.switches:
+            if switch.step <= step:
+                switch.apply(self.model)
         for done in range(step):  # the feed has no seek: draw and discard
             self.feed.draw(done)
         self.counters.step = self.counters.saved_step = step
         self.start.restore_generators()
         self.start = Snapshot.take(self.training, Scope.PROGRESS)
 
-    def new_decision(self) -> Decision:
+    def new_flags(self) -> SkipFlags:
         """Creates the device-side flags that skip or halt updates.
 
         The count of consecutive skipped steps starts from the present one.
         """
         scales = self.scaler is not None
-        return Decision(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.counters.skipped_steps)
+        return SkipFlags(self.device, self.ranks.world, scales, MOST_SKIPPED_STEPS, self.counters.skipped_steps)
 
     def _policy(self) -> tuple[str, str]:
         """Returns (activation checkpointing policy, reason).
@@ -284,7 +284,7 @@ class Trainer:
                 )
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        self.take_up(found)
+        self.load_checkpoint(found)
         if lost := self.best.restore(found.facts.get("best")):
             tell(f"WARNING: {lost}")
         self.counters.saved_step, self.counters.trained_s = found.step, found.facts["trained_s"]
@@ -309,7 +309,7 @@ class Trainer:
         if place not in logged:
             self.log.write("checkpoint", self.step, path=place)
 
-    def take_up(self, found: store.Checkpoint) -> None:
+    def load_checkpoint(self, found: store.Checkpoint) -> None:
         """Loads a checkpoint of this run into model, optimizer, scaler, data feed and counters."""
         tensors, rest = found.tensors, found.facts["state"]
         if self.numbers is not None:
@@ -333,12 +333,12 @@ class Trainer:
         self.watch.prepare(found.facts)
         past = self._past_switches(found.step)
         same_run.refuse(found, self.config, self._numeric_settings(), self.task.identity, past)
-        for stage in self.stages:
-            if stage.step <= found.step:
-                stage.apply(self.model)
+        for switch in self.switches:
+            if switch.step <= found.step:
+                switch.apply(self.model)
 
     def _past_switches(self, step: int) -> list[str]:
-        return [stage.switch for stage in self.stages if stage.step <= step]
+        return [switch.switch for switch in self.switches if switch.step <= step]
 
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic and leave the names and shapes of tensors alone."""
@@ -364,8 +364,8 @@ class Trainer:
                 break  # the interrupted guard check or spike judgement is repeated after resuming
             started_at_s = time.monotonic()
             self._switch(show)
-            if self.pending is not None:
-                self.pending.begin()
+            if self.queue is not None:
+                self.queue.begin()
             try:
                 numbers, inputs = self._watched_step(monitor, show)
             except DataError:
@@ -373,7 +373,7 @@ class Trainer:
                 raise
             numbers["peak_bytes"] = peak_bytes(self.device) if self.has_own_peak else 0
             numbers |= {"compiled_graphs": launches.compiled_graphs()} if config.compile else {}
-            if self.pending is None:
+            if self.queue is None:
                 self._log_step(self.step, numbers, inputs, time.monotonic() - started_at_s, show)
             elif self._is_read_after(self.step, monitor):
                 self._read(show)
@@ -416,8 +416,8 @@ class Trainer:
         # earlier steps: read them before it.
         is_due = any(map(self._is_due, intervals)) or (config.tensor_every > 0 and following % config.tensor_every == 0)
         measured = monitor.measures(following) or monitor.measures(number)
-        switches = any(stage.step == following for stage in self.stages)
-        most = self.pending is not None and len(self.pending.steps) >= MOST
+        switches = any(switch.step == following for switch in self.switches)
+        most = self.queue is not None and len(self.queue.steps) >= MOST
         return is_due or measured or switches or most or self.watch.reads_after(number) or bool(self.stop.requested)
 
     def _read(self, show: Console) -> None:
@@ -428,11 +428,11 @@ class Trainer:
         The elapsed time of the queue is divided among its steps in proportion to their input
         tokens.
         """
-        if self.pending is None or not self.pending.steps:
+        if self.queue is None or not self.queue.steps:
             return
-        steps, readings = self.pending.steps, self.pending.read()
-        per_token_s = (time.monotonic() - self.pending.started_at_s) / sum(each.inputs for each in steps)
-        self.pending.steps = []
+        steps, readings = self.queue.steps, self.queue.read()
+        per_token_s = (time.monotonic() - self.queue.started_at_s) / sum(each.inputs for each in steps)
+        self.queue.steps = []
         if isinstance(self.optimizer, NarrowOptimizer):
             # Correct the optimizer's step counts before any of its state is saved or logged.
             self.optimizer.settle([not math.isfinite(norm) for *_, norm in readings])
@@ -467,16 +467,16 @@ class Trainer:
 
     def _switch(self, show: Console) -> None:
         """Applies the recipe switches that start with the next step."""
-        for stage in self.stages:
-            if stage.step == self.step + 1 and stage.changes:
-                stage.apply(self.model)
-                self.log.write("switch", stage.step, **stage.event)
-                show.say(str(stage))
+        for switch in self.switches:
+            if switch.step == self.step + 1 and switch.changes:
+                switch.apply(self.model)
+                self.log.write("switch", switch.step, **switch.event)
+                show.say(str(switch))
                 if self.graphs is not None:
                     # A captured graph replays the kernels of the old recipe.
                     self.graphs.renew()
-                if self.pending is not None:
-                    self.pending.forget()
+                if self.queue is not None:
+                    self.queue.forget()
 
     def _watched_step(self, monitor: launches.LaunchMonitor, show: Console) -> tuple[dict[str, Any], int]:
         """Runs `_optimizer_step`.
@@ -513,9 +513,9 @@ class Trainer:
         targets, facts = targets_of_ranks(step_batch, number, self.stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        if self.pending is not None:
+        if self.queue is not None:
             numbers = {"lr": lr, "tokens": targets, **facts}
-            return self._launched(self.pending, numbers, micro_batches, step_batch.inputs), step_batch.inputs
+            return self._launched(self.queue, numbers, micro_batches, step_batch.inputs), step_batch.inputs
         if self.stepping is not None:
             loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
         else:
@@ -530,22 +530,22 @@ class Trainer:
         return {**numbers, **facts}, step_batch.inputs
 
     def _launched(
-        self, pending: Pending, numbers: dict[str, Any], micro_batches: list[Batch], inputs: int
+        self, pending: StepQueue, numbers: dict[str, Any], micro_batches: list[Batch], inputs: int
     ) -> dict[str, Any]:
         """Queues a step on the device without reading its results.
 
         Returns the fields of its step event. The caller may add to this dict until the step is
         read.
         """
-        assert self.decision is not None
+        assert self.flags is not None
         # Copy amax states and generators before the forward pass changes them: repeating a
         # non-finite step needs them.
         before = pending.snapshot(self.training)
         readings = self.gradient(micro_batches, numbers["tokens"])
-        self.decision.see(readings)
-        step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), self.decision)
+        self.flags.see(readings)
+        step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), self.flags)
         self.counters.step += 1
-        pending.steps.append(Step(self.step, readings, numbers, inputs, micro_batches, before))
+        pending.steps.append(QueuedStep(self.step, readings, numbers, inputs, micro_batches, before))
         return numbers
 
     def gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:

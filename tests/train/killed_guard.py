@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import loop, run_guard
+from narrowgauge.train import loop, probe, run_guard
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints

@@ -76,7 +76,7 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
     config = make(**(SIZES | {"steps": 22, "checkpoint_every": 4}), recipe="fp8-row", layers=1)
     assert loop.run(config) == 0
     run = Path(config.output)
-    real, taken = probe.stretch, []
+    real, taken = probe.run_probe, []
 
     def killed_in_the_third(trainer, *given, **more):
         taken.append(len(taken))
@@ -84,7 +84,7 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
             signal.raise_signal(signal.SIGTERM)
         return real(trainer, *given, **more)
 
-    monkeypatch.setattr(probe, "stretch", killed_in_the_third)
+    monkeypatch.setattr(probe, "run_probe", killed_in_the_third)
     assert main(["debug", str(run), "--at", "4", "--steps", "18"]) == 75
     assert "the same command goes on from there" in capsys.readouterr().err
     rungs = json.loads((run / "debug-4.json").read_text())["rungs"]

@@ -84,8 +84,8 @@ def test_a_run_that_is_read_late_is_the_run(make, late, settings):
 def test_numbers_are_read_where_they_are_told(make, late, monkeypatch):
     late()
     counts = []
-    real = deferred.Pending.read
-    monkeypatch.setattr(deferred.Pending, "read", lambda self: counts.append(self.steps[-1].number) or real(self))
+    real = deferred.StepQueue.read
+    monkeypatch.setattr(deferred.StepQueue, "read", lambda self: counts.append(self.steps[-1].number) or real(self))
     config = make(recipe="bf16", steps=9, log_every=4, eval_every=6, checkpoint_every=7)
     assert loop.run(config) == 0
     assert counts == [4, 6, 7, 8, 9]
@@ -187,7 +187,7 @@ def test_a_step_looks_at_no_tensor(make, states):
     looks, readings = [], []
     with recording(HOPPER), Looks() as mode:
         built = source(config).builder()()
-        decision = deferred.Decision(torch.device("cpu"), 1, scales=False, most=20, skipped=0)
+        decision = deferred.SkipFlags(torch.device("cpu"), 1, scales=False, most=20, skipped=0)
         with pytest.MonkeyPatch.context() as patch:
             real = step.update
             patch.setattr(step, "update", lambda *call: real(*call, decision))

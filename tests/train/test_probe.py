@@ -35,10 +35,10 @@ def stretches(before_step):
         found = []
 
         def take(trainer):
-            if trainer.pending is not None and trainer.pending.steps:
+            if trainer.queue is not None and trainer.queue.steps:
                 trainer._read(NoConsole())
             for other_order in (False, True):
-                found.append(probe.stretch(trainer, steps, change, other_order=other_order))
+                found.append(probe.run_probe(trainer, steps, change, other_order=other_order))
 
         before_step(number, take)
         return found

@@ -16,8 +16,8 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.train import branch, counters, loop, trainer
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
-from narrowgauge.train.deferred import Pending
-from narrowgauge.train.probe import undone
+from narrowgauge.train.deferred import StepQueue
+from narrowgauge.train.probe import rolled_back
 from tests.compare import assert_same
 from tests.diagnose.blame.planted import IDS, converted
 
@@ -107,7 +107,7 @@ def test_undisturbed_restores_it(planted):
 def test_a_queued_step_restores_it(planted):
     from narrowgauge.snapshot import Training
 
-    model, queue, agreement = converted("fp8-delayed"), Pending(), counters.Counters()
+    model, queue, agreement = converted("fp8-delayed"), StepQueue(), counters.Counters()
     state = planted(model)
     training = Training(model=model, agreements=[agreement])
     first = queue.snapshot(training)
@@ -137,7 +137,7 @@ def test_a_probe_restores_it(make, before_step, planted, monkeypatch):
     def probe(run):
         state = planted(run.model)
         run.counters.planted, before = 1, state.of_tensors()
-        with undone(run):
+        with rolled_back(run):
             state.change()
             run.counters.planted = 2
             run.feed.leave_out([7])

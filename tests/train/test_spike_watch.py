@@ -184,7 +184,7 @@ def test_a_run_that_has_left_out_enough_says_so(make, monkeypatch, corrupt):
 @pytest.mark.parametrize("cause", ["format", "data"])
 def test_spikes_that_are_read_together_are_all_told(monkeypatch, cause):
     """As on a GPU, whose losses are read every few steps; once the run goes back, later ones have not happened."""
-    trainer = Mock(pending=None, step=100, config=Mock(on_spike="skip"))
+    trainer = Mock(queue=None, step=100, config=Mock(on_spike="skip"))
     trainer.feed.left_out = []
     watch = spike_watch.SpikeWatch(trainer)
     monkeypatch.setattr(watch, "_judged", lambda spike: spike_watch.Judgement(cause, "", 80, 3.0))
