@@ -66,7 +66,7 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
     spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0, "audit": 0.0}
     guard = run_guard.Guard
     places = [(Trainer, "_optimizer_step", "run"), (probe, "_step", "stretches")]
-    places += [(guard, name, "guard") for name in ("before_step", "after_step", "saved", "facts")]
+    places += [(guard, name, "guard") for name in ("before_step", "after_step", "on_saved", "state")]
     places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]
     guarded_run = TrainConfig(**settings, output=str(folder / "guarded"), guard=words)
     with timed(spent, places):

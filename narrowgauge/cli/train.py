@@ -57,7 +57,8 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(toml.load_stored(folder.config), config)
     elif config.parent and not folder.has_run():
-        checkpoint_ref.refuse(checkpoint_ref.settings_of(checkpoint_ref.CheckpointRef.of(config.parent).run), config)
+        run = checkpoint_ref.CheckpointRef.of(config.parent).run
+        checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)
     return config
 
 

@@ -32,7 +32,6 @@ from narrowgauge.diagnose.blame.judge import Baseline, Expected, Finding
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.loss import Objective
-from narrowgauge.train.parallel.step import targets_of_ranks
 from narrowgauge.train.probe import ProbeResult, rolled_back, run_probe
 
 STEPS = 50  # length of a probe
@@ -87,7 +86,7 @@ def blame_run(
         and not trainer.config.cuda_graph
     ):
         confirmations = by_probes(trainer, suspects, number, where)
-    elif suspects and trainer.ranks.world == 1 and trainer.stepping is None:
+    elif suspects and trainer.ranks.world == 1 and trainer.passes.in_backward is None:
         with rolled_back(trainer, where):
             confirmations = by_gradient(trainer.model, _next_step(trainer), suspects)
     elif suspects:
@@ -106,16 +105,16 @@ def _next_step(trainer: Any) -> Callable[[], None]:
     It runs the uncompiled model, so that observers see every matmul.
     """
     drawn = trainer.feed.draw(trainer.step)
-    targets, _ = targets_of_ranks(drawn, trainer.step + 1, trainer.stop, trainer.ranks)
+    targets, _ = trainer.passes.targets(drawn, trainer.step + 1, trainer.stop)
     whole = Objective(trainer.model, trainer.task.options)
 
     def repeat() -> None:
-        trainer.repeat_draws()
+        trainer.passes.repeat_draws()
         for turn, batch in enumerate(drawn.batches, 1):
             trainer.parallel.follows(turn == len(drawn.batches))
-            trainer.backward(whole, batch, targets)
+            trainer.passes.backward(whole, batch, targets)
 
-    return repeat if trainer.stepping is None else partial(trainer.stepping.measure, repeat)
+    return repeat if trainer.passes.in_backward is None else partial(trainer.passes.in_backward.measure, repeat)
 
 
 # Confirmation

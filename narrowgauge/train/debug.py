@@ -90,7 +90,7 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
     tell(f"Reading {config.data} ...")
     prepared, task = prepare(config)
     with StopRequest() as stop, reopened(start, prepared, task, device or config.device) as trainer:
-        trainer.stop = stop
+        trainer.stop_with(stop)
         # As in Trainer.train: code since the restore may have drawn random numbers.
         trainer.start.restore_generators()
         ladder = _ladder(trainer, run, at, steps)
@@ -163,8 +163,8 @@ def _recipe(model: nn.Module) -> str:
 def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
     """Facts that must be equal for the rungs of an earlier command to be reused."""
     return {
-        "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.device),
-        "fingerprint": manifest.fingerprint(Path(trainer.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
+        "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.passes.device),
+        "fingerprint": manifest.fingerprint(Path(trainer.checkpoints.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
     }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
     """Validation scores at the checkpoint, in the recipe and in 16 bits."""
     with probe.rolled_back(trainer):
         trainer.model.eval()
-        narrow, wide = trainer.scores(both=True)
+        narrow, wide = trainer.validation.scores(both=True)
         trainer.model.train()
     found = {"narrow": narrow} if wide is None else {"narrow": narrow, "wide": wide}
     return {

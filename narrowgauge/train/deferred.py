@@ -25,7 +25,7 @@ from torch import Tensor
 
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.snapshot import Scope, Snapshot, Training
-from narrowgauge.train.loss import Batch
+from narrowgauge.train.tasks.task import StepBatch
 
 # Limits the micro-batches held in host memory, and the unsettled step counts of the optimizer
 # (`optim.left_out`)
@@ -93,16 +93,14 @@ class QueuedStep:
 
     readings       1-d tensor on the device: losses of the micro-batches, then the gradient norm
     numbers        further fields of its step event
-    inputs         tokens that the model read
-    micro_batches  its batches, on the host
+    drawn          its batches, on the host
     before         snapshot from before the step, for repeating it (scope REPLAY)
     """
 
     number: int
     readings: Tensor
     numbers: dict[str, Any]
-    inputs: int
-    micro_batches: list[Batch]
+    drawn: StepBatch
     before: Snapshot
 
 

@@ -67,7 +67,7 @@ class Unguarded(Callback):
         self.trainer = trainer
         self._before: dict[str, Any] = {}
 
-    def prepare(self, facts: Mapping[str, Any]) -> None:
+    def before_load(self, facts: Mapping[str, Any]) -> None:
         known = known_of(facts)
         if known.get("wide"):
             raise ConfigError(
@@ -75,10 +75,11 @@ class Unguarded(Callback):
                 "--guard as it was, as --guard then=stay with its other keys."
             )
         if known.get("switched") is not None:
-            self.trainer.switches = with_given(self.trainer.switches, self.trainer.model, self.trainer.config, facts)
+            trainer = self.trainer
+            trainer.switch_recipes(with_given(list(trainer.switches), trainer.model, trainer.config, facts))
             self._before = {KEY: facts[KEY]}
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return self._before
 
 

@@ -8,7 +8,7 @@ is the same and many times faster.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -295,6 +295,34 @@ def recipe_switches(config: TrainConfig, model: nn.Module) -> list[RecipeSwitch]
         found.append(RecipeSwitch(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
         now |= changes
     return found
+
+
+class RecipeSchedule:
+    """The recipe switches of a run, in order of their steps."""
+
+    def __init__(self, switches: list[RecipeSwitch]) -> None:
+        self._switches = list(switches)
+
+    def __iter__(self) -> Iterator[RecipeSwitch]:
+        return iter(self._switches)
+
+    def replace(self, switches: list[RecipeSwitch]) -> None:
+        """Continues with other switches, as a plugin asked. Applies none."""
+        self._switches = list(switches)
+
+    def apply_until(self, step: int, model: nn.Module) -> None:
+        """Applies the switches whose first step is at most `step`."""
+        for switch in self._switches:
+            if switch.step <= step:
+                switch.apply(model)
+
+    def names_until(self, step: int) -> list[str]:
+        """Texts of the switches whose first step is at most `step`."""
+        return [switch.switch for switch in self._switches if switch.step <= step]
+
+    def starts_at(self, step: int) -> bool:
+        """True if a switch starts with this step."""
+        return any(switch.step == step for switch in self._switches)
 
 
 def with_switch(

@@ -26,12 +26,10 @@ dropout masks fell on other rows, with losses up to 0.003 nats apart.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +41,8 @@ from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.train import launches, step, stepping
 from narrowgauge.train.deferred import MOST, fetched
-from narrowgauge.train.loss import Batch, learning_rate
-from narrowgauge.train.parallel.step import agreed, targets_of_ranks
+from narrowgauge.train.loss import Batch
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -159,24 +154,23 @@ def _step(trainer: Trainer, number: int, in_halves: bool, found: ProbeResult) ->
 
     Appends the other fields of its log event to `found.steps`.
     """
-    trainer.ranks.place = f"step {number} of a stretch that does not count"
+    passes = trainer.passes
+    trainer.locate(f"step {number} of a stretch that does not count")
     drawn = trainer.feed.draw(trainer.step)
     found.drawn = number, drawn.examples
-    targets, facts = targets_of_ranks(drawn, number, trainer.stop, trainer.ranks)
+    targets, facts = passes.targets(drawn, number, trainer.stop)
     batches = [half for batch in drawn.batches for half in _halves(batch)] if in_halves else drawn.batches
-    lr = learning_rate(trainer.config, number)
-    launches.set_learning_rate(trainer.optimizer, lr)
-    take = trainer.gradient if trainer.stepping is None else partial(_in_backward, trainer)
+    lr = passes.set_learning_rate(number)
+    take = passes.gradient if passes.in_backward is None else passes.step_in_backward
     readings = take(batches, targets)
     found.steps.append({"lr": lr, "tokens": targets, **facts, "inputs": drawn.inputs})
     # As in Trainer: the device decides, or the host does before the update.
     if trainer.flags is not None:
         trainer.flags.see(readings)
-    elif not bool(readings.isfinite().all()) and trainer.scaler is None:
+    elif not bool(readings.isfinite().all()) and passes.scaler is None:
         return readings  # the update is skipped here, and `_read` ends the probe at this step
-    advance = partial(trainer.parallel.advance, trainer.model)
-    step.update(trainer.optimizer, trainer.scaler, advance, trainer.flags)
-    trainer.counters.step = number
+    passes.update(trainer.flags)
+    trainer.count_step(number)
     return readings
 
 
@@ -192,33 +186,17 @@ def _read(trainer: Trainer, readings: list[Tensor], found: ProbeResult) -> None:
     readings.clear()
     norms = []
     for place, size in enumerate(sizes, first):
-        *losses, norm = (numbers.pop(0) for _ in range(size))
-        trainer.ranks.place = f"step {found.begun + place + 1} of a stretch that does not count"
-        loss, norm = agreed(losses, norm, trainer.ranks)
+        trainer.locate(f"step {found.begun + place + 1} of a stretch that does not count")
+        loss, norm = trainer.passes.agreed([numbers.pop(0) for _ in range(size)])
         norms.append(norm)
         found.steps[place] = {"loss": loss, "grad_norm": norm, **found.steps[place]}
         if not found.lost and not trainer.is_fine(loss, norm):
             found.lost = found.begun + place + 1
-    if trainer.flags is not None and isinstance(trainer.optimizer, NarrowOptimizer):
+    if trainer.flags is not None:
         # The device may have skipped updates that the optimizer counted: correct its step counts.
-        trainer.optimizer.settle([not math.isfinite(norm) for norm in norms])
+        trainer.passes.settle(norms)
     if found.lost:
         del found.steps[found.lost - found.begun :]
-
-
-def _in_backward(trainer: Trainer, batches: list[Batch], targets: int) -> Tensor:
-    """Losses and norm of a step whose parameters are updated inside its backward pass."""
-    inside = trainer.stepping
-    assert inside is not None
-
-    def backward() -> Tensor:
-        trainer.parallel.follows(True)
-        return torch.stack([trainer.backward(trainer.objective, batch, targets) for batch in batches])
-
-    losses = stepping.take(inside, backward, lambda _: trainer.repeat_draws())
-    inside.end_step()
-    norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
-    return torch.cat((losses, norm[None]))
 
 
 # Another order of summation
@@ -232,7 +210,7 @@ def _takes_halves(trainer: Trainer) -> bool:
     Under torch.compile, halves would make Dynamo mark shapes as dynamic, which changes the rounding
     of a later evaluation. With dropout, halves would draw other masks.
     """
-    may_cut = trainer.parallel.pipeline is None and trainer.stepping is None and not trainer.config.compile
+    may_cut = trainer.parallel.pipeline is None and trainer.passes.in_backward is None and not trainer.config.compile
     return may_cut and not any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules())
 
 

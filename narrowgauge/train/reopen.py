@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import manifest
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import ConfigError
 from narrowgauge.train import run_guard
-from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, existing, steps_of
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.device import threads
@@ -55,9 +54,9 @@ def reopened(place: CheckpointRef, config: TrainConfig, task: TrainTask, device:
         if config.epochs:
             config = replace(config, steps=task.steps(config.epochs), epochs=0)
         plain = replace(config, device=device, output=str(place.run), **PLAIN)
-        trainer = Trainer(plain, folder, task, silent_log(), watch=run_guard.watch_of)
+        trainer = Trainer(plain, folder, task, silent_log(), plugins=[run_guard.plugin])
         if step is not None and not has_all:
-            _take_weights(trainer, folder, step)
+            trainer.start_from_best(step)
         yield trainer
 
 
@@ -80,17 +79,3 @@ def _step_of(place: CheckpointRef, folder: RunFolder) -> tuple[int | None, bool]
     if place.step not in steps:
         raise ConfigError(f"{place}: no checkpoint of step {place.step}. {existing(place.run)}")
     return int(place.step), True
-
-
-def _take_weights(trainer: Trainer, folder: RunFolder, step: int) -> None:
-    """Loads the best weights and moves the data feed to their step.
-
-    Optimizer, amax histories and generators stay fresh.
-    """
-    weights = store.load(folder.best / f"step-{step:08}").tensors["weights"]
-    own = trainer.model.state_dict()
-    if wrong := [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]:
-        raise CheckpointError(
-            f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step."
-        )
-    trainer.start_from_weights(weights, step)

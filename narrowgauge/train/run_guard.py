@@ -52,7 +52,6 @@ from narrowgauge.train.console import Console, clock, tell
 from narrowgauge.train.guard_check_progress import CheckProgress, FirstStep
 from narrowgauge.train.guard_state import KEY, Unguarded, known_of, place_of_copy, terms
 from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
-from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.probe import ProbeResult, rolled_back, take_steps
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class Guard(Callback):
     def _ends_after(self, step: int) -> bool:
         return self.running is not None and step == self.running.begun + self.settings.steps
 
-    def reads_after(self, number: int) -> bool:
+    def must_read_after(self, number: int) -> bool:
         return self._begins_after(number) or self._ends_after(number)
 
     # --- a check
@@ -151,11 +150,13 @@ class Guard(Callback):
             if not wide.ended and not wide.lost and self.settings.keeps_reference:
                 # Save the end of the reference as a checkpoint rather than a copy in memory: it may
                 # become the run, so it must survive a kill during the check.
-                checkpoints.save(self.kept, trainer.step, *trainer.collected(), 1, trainer.ranks)
+                trainer.checkpoints.write(self.kept, trainer.step, *trainer.collected(), 1)
         # A stopped reference is dropped: the resumed run starts the check again.
         if wide.ended:
             return
-        running = CheckProgress(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
+        running = CheckProgress(
+            trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.counters.trained_s
+        )
         if again and not wide.lost:
             with rolled_back(trainer, self.where):
                 control = take_steps(trainer, steps, other_order=True)
@@ -172,10 +173,10 @@ class Guard(Callback):
 
     def _duration(self, again: bool) -> str:
         trainer = self.trainer
-        spent_s = trainer.trained_s / trainer.step * self.settings.steps * (1 + again)
+        spent_s = trainer.counters.trained_s / trainer.step * self.settings.steps * (1 + again)
         return f", about {clock(spent_s)}"
 
-    def saw(self, number: int, loss: float, grad_norm: float) -> None:
+    def on_step(self, number: int, loss: float, grad_norm: float) -> None:
         if number == len(self.evidence.first) + 1 and number <= ENDS:
             self.evidence.first.append(loss)
         if self.running is not None and number > self.running.begun:
@@ -246,9 +247,7 @@ class Guard(Callback):
         """
         trainer = self.trainer
         try:
-            found, _ = checkpoints.newest_valid(
-                self.kept, lambda found: None, trainer.model, trainer.optimizer, trainer.ranks, trainer.numbers
-            )
+            found = trainer.checkpoints.newest(self.kept)
             why = (
                 ""
                 if found is not None and found.step == trainer.step
@@ -261,27 +260,15 @@ class Guard(Callback):
         else:
             trainer.load_checkpoint(found)
             self.stretch_steps -= len(running.wide)
-            if trainer.flags is not None:
-                trainer.flags = trainer.new_flags()
-            self._log_reference(running)
+            trainer.replace_steps(running.begun, running.wide, running.trained_s, running.spent_s, "guard")
         if self.settings.recipe:
             self.switched = (trainer.step, self.settings.recipe)
-            trainer.switches = self._switches(*self.switched)
+            trainer.switch_recipes(self._switches(*self.switched))
             first, trivial = self.evidence.first, self.evidence.trivial
             self.evidence = self.settings.evidence()  # earlier checks judged the old recipe
             self.evidence.first, self.evidence.trivial = first, trivial
         else:
             self._be_wide(True)
-
-    def _log_reference(self, running: CheckProgress) -> None:
-        """Replaces the run's logged steps of the check by the reference steps, with their time."""
-        trainer, per_step_s = self.trainer, running.spent_s / len(running.wide)
-        trainer.log.write("rewind", running.begun, steps=len(running.wide), why="guard")
-        trainer.counters.trained_s = running.trained_s
-        for number, each in enumerate(running.wide, running.begun + 1):
-            trainer.counters.trained_s += per_step_s
-            clocks = {"tokens_per_s": each["inputs"] / per_step_s, "elapsed_s": trainer.trained_s, "peak_bytes": 0}
-            trainer.log.write("step", number, **each, **clocks)
 
     def _be_wide(self, wide: bool) -> None:
         if wide and not self.is_wide:
@@ -298,11 +285,11 @@ class Guard(Callback):
         """
         trainer = self.trainer
         recipe = chosen_recipe(trainer.config, name)
-        return with_switch(trainer.switches, trainer.model, recipe, after, f"guard: {name}@{after}")
+        return with_switch(list(trainer.switches), trainer.model, recipe, after, f"guard: {name}@{after}")
 
     # --- checkpoints
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """State of the guard for a checkpoint.
 
         Encoded as text: a diverged reference has infinite losses, which plain JSON cannot hold.
@@ -316,11 +303,11 @@ class Guard(Callback):
         }  # fmt: skip
         return {KEY: encode(known)}
 
-    def prepare(self, facts: Mapping[str, Any]) -> None:
+    def before_load(self, facts: Mapping[str, Any]) -> None:
         if (switched := known_of(facts).get("switched")) is not None:
-            self.trainer.switches = self._switches(*switched)
+            self.trainer.switch_recipes(self._switches(*switched))
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def on_load(self, facts: Mapping[str, Any]) -> None:
         if self.first is not None:
             self.first.close()
         if self.audit is not None:
@@ -342,7 +329,7 @@ class Guard(Callback):
                 "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
             )
 
-    def saved(self) -> None:
+    def on_saved(self) -> None:
         """Removes RUN/guard after a checkpoint of the run, unless a check is in progress."""
         if self.running is None and self.trainer.ranks.is_first and self.kept.exists():
             with storage.refusals("remove", self.kept):
@@ -350,7 +337,7 @@ class Guard(Callback):
 
     # --- console messages
 
-    def announce(self, show: Console) -> None:
+    def on_start(self, show: Console) -> None:
         """Prints the schedule and the cost of the guard.
 
         Raises StorageError if a copy of the state has no space.
@@ -391,7 +378,7 @@ class Guard(Callback):
         member = lineage.read(self.trainer.folder.path)
         return {"trivial": trivial_of(member.run).get("loss"), "first": lineage.whole_curve(member)[:ENDS]}
 
-    def last_words(self) -> str:
+    def summary(self) -> str:
         done, steps = len(self.verdicts), self.trainer.step
         if self.known is None or not done:
             return "Guard: no check has ended."
@@ -401,6 +388,7 @@ class Guard(Callback):
         return f"Guard: {self.known.sentence} {plural(done, 'check')}{said}; {cost}."
 
 
-def watch_of(trainer: Trainer) -> Callback:
+def plugin(trainer: Trainer) -> Callback:
+    """The guard of a run, or a stand-in that keeps the recipe of an earlier guard."""
     settings = parse(trainer.config.guard)
     return Unguarded(trainer) if settings is None else Guard(trainer, settings)

@@ -22,7 +22,7 @@ model and of the batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,10 @@ from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train import run_guard
-from narrowgauge.train.callback import Callback, Several
-from narrowgauge.train.checkpoint.store import Checkpoint
+from narrowgauge.train.callback import Callback
+from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.guard_state import place_of_copy
-from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.probe import rolled_back, take_steps
 
 if TYPE_CHECKING:
@@ -77,19 +76,19 @@ class SpikeWatch(Callback):
         self.rule, self.found = Spikes(), list[Spike]()
         self.where: str | Path = "host"
 
-    def announce(self, show: Console) -> None:
+    def on_start(self, show: Console) -> None:
         self.where = place_of_copy(
             fork_bytes(self.trainer.model, self.trainer.optimizer), self.trainer.folder.path, self.trainer.ranks
         )
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {KEY: encode(self.rule.state_dict())}
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def on_load(self, facts: Mapping[str, Any]) -> None:
         self.found = []
         self.rule = _rule_of(facts)
 
-    def saw(self, number: int, loss: float, grad_norm: float) -> None:
+    def on_step(self, number: int, loss: float, grad_norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return  # float16 overflow: the optimizer skipped this step
         if (spike := self.rule.add(number, loss, grad_norm)) is not None:
@@ -134,25 +133,13 @@ class SpikeWatch(Callback):
             self._skip(left_out)
         return may_skip
 
-    def _newest(self) -> Checkpoint | None:
-        trainer = self.trainer
-        found, _ = checkpoints.newest_valid(
-            trainer.folder.checkpoints,
-            lambda found: None,
-            trainer.model,
-            trainer.optimizer,
-            trainer.ranks,
-            trainer.numbers,
-        )
-        return found
-
     def _judged(self, spike: Spike) -> Judgement:
         """Runs the batches since the newest checkpoint in BF16 and names the cause of the spike."""
         trainer = self.trainer
         switches, left_out = [switch.step for switch in trainer.switches], list(trainer.feed.left_out)
         with rolled_back(trainer, self.where):
             try:
-                found = self._newest()
+                found = self.trainer.checkpoints.newest()
                 if found is None or found.step >= spike.step:
                     return Judgement(UNKNOWN, "there is no checkpoint before it")
                 if any(found.step < step <= spike.step for step in switches):
@@ -186,23 +173,11 @@ class SpikeWatch(Callback):
 
         A guard check that contained these batches is dropped.
         """
-        trainer, found = self.trainer, self._newest()
+        found = self.trainer.checkpoints.newest()
         assert found is not None  # the judgement used this checkpoint
-        steps = trainer.step - found.step
-        trainer.optimizer.zero_grad()
-        trainer.load_checkpoint(found)
-        trainer.feed.leave_out(left_out)
-        # All watches restore, this one included: the rule must forget the steps that are undone.
-        trainer.watch.restore(found.facts)
-        trainer.counters.saved_step = found.step
-        if trainer.flags is not None:
-            # The old flags describe steps that are undone.
-            trainer.flags = trainer.new_flags()
-        if trainer.queue is not None:
-            trainer.queue.forget()
-        trainer.log.write("rewind", found.step, steps=steps, why="spike")
+        self.trainer.rewind(found, left_out, "spike")
 
-    def last_words(self) -> str:
+    def summary(self) -> str:
         """Counts the spikes of the whole run from its log, including those before a resumption."""
         try:
             told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
@@ -248,7 +223,6 @@ def _examples(numbers: Sequence[int]) -> str:
     return f", examples {', '.join(map(str, shown))}{f' and {more} more (metrics.jsonl has all)' if more > 0 else ''}"
 
 
-def watch_of(trainer: Trainer) -> Callback:
-    """Builds the callbacks of a run: its guard, and the spike watch if `on_spike` is set."""
-    guard = run_guard.watch_of(trainer)
-    return Several([guard, SpikeWatch(trainer)]) if trainer.config.on_spike else guard
+def plugins(config: TrainConfig) -> list[Callable[[Trainer], Callback]]:
+    """Plugins of a run: its guard, and the spike watch if `on_spike` is set."""
+    return [run_guard.plugin, *([SpikeWatch] if config.on_spike else [])]

@@ -76,9 +76,9 @@ def test_a_run_that_is_put_back_in_the_first_step_of_a_check_has_no_hook_of_it(m
     found = []
 
     def put_back(trainer):
-        guard = trainer.watch
+        [guard] = trainer.plugins.members
         found.append((guard.first is not None, hooks_of(trainer.optimizer)))
-        guard.restore(guard.facts())
+        guard.on_load(guard.state())
         found.append((guard.first is not None, hooks_of(trainer.optimizer)))
 
     before_step(5, put_back)
@@ -464,9 +464,9 @@ def test_an_alarm_of_two_ranks(ranks, make, parallel, then):
 
 
 def trained_sick(config, faults=()):
-    from narrowgauge.train import trainer as trainer_module
+    from narrowgauge.train import assembly
 
-    build = trainer_module.build
+    build = assembly.build
 
     def built(*given):
         model = build(*given)
@@ -474,5 +474,5 @@ def trained_sick(config, faults=()):
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "build", built)
+        patch.setattr(assembly, "build", built)
         return trained(config, faults)

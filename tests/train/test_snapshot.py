@@ -13,7 +13,7 @@ from narrowgauge.diagnose.blame.undisturbed import undisturbed
 from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import branch, counters, loop, trainer
+from narrowgauge.train import assembly, branch, counters, loop
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.deferred import StepQueue
@@ -131,7 +131,7 @@ class MoreCounters(counters.Counters):
 
 
 def test_a_probe_restores_it(make, before_step, planted, monkeypatch):
-    monkeypatch.setattr(trainer, "Counters", MoreCounters)
+    monkeypatch.setattr(assembly, "Counters", MoreCounters)
     seen = []
 
     def probe(run):
@@ -172,7 +172,7 @@ def test_a_branch_takes_it_over(make, tmp_path, monkeypatch):
     monkeypatch.setitem(
         rng.SOURCES, "planted", (lambda: {"planted": number[0]}, lambda saved: number.__setitem__(0, saved["planted"]))
     )
-    monkeypatch.setattr(trainer, "Counters", counted)
+    monkeypatch.setattr(assembly, "Counters", counted)
     monkeypatch.setattr(branch, "take_over", noted)
     # A checkpoint holds no planted generator: keep it out of the states that are saved.
     monkeypatch.setattr(
