@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes, rng
+from narrowgauge import recipes
 from narrowgauge.errors import StorageError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 from narrowgauge.ops.cpp.build import cache_folder
 from narrowgauge.storage import publish, reading, temporary, write_synced
 

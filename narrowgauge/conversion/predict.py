@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge import rng
 from narrowgauge.addresses import dry_run
 from narrowgauge.conversion.measure import LinearWorkload, inputs, step
+from narrowgauge.ops import rng
 from narrowgauge.ops.timing import rates
 from narrowgauge.ops.timing.cards import Card
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator

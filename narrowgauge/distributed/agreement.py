@@ -34,7 +34,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
-from narrowgauge.rng import own_generators, seed_of, seed_own, set_own
+from narrowgauge.ops.rng import own_generators, seed_of, seed_own, set_own
 from narrowgauge.structure import plain_name
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.ops.random import hashed
-from narrowgauge.rng import own_generators, seed_own, set_own
+from narrowgauge.ops.rng import own_generators, seed_own, set_own
 
 
 class SplitDropout:

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge import rng
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.fuse.rotary import NAME
-from narrowgauge.ops import rotary
+from narrowgauge.ops import rng, rotary
 from narrowgauge.ops.norm_act import Kind, value
 from narrowgauge.ops.norm_act.spec import Activation, Gated
 

@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge import rng
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 
 
 @dataclass(frozen=True, kw_only=True)

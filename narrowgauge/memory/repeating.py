@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from narrowgauge import rng
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.memory.measure import note
+from narrowgauge.ops import rng
 
 
 class Surroundings:

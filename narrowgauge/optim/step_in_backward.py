@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge import rng
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops import rng
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import NormInParts, clip_gradients, scale_gradients
 from narrowgauge.optim.held_gradients import HeldGradients

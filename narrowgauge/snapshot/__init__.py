@@ -42,9 +42,9 @@ from torch import nn
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.rng import set_generators
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.size import bytes_to_come
-from narrowgauge.rng import set_generators
 from narrowgauge.snapshot.copies import CopyApart, CopyBeside, storages
 from narrowgauge.snapshot.parts import Parts, Scope, Training, tensors_of
 

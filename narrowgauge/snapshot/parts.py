@@ -21,8 +21,8 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.rng import generators, set_generators
 
 Restore = Callable[[], Any]
 

@@ -17,13 +17,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import rng
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.data.targets import aligned_loss
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 from narrowgauge.recipe import Gemm
 from narrowgauge.train.config.settings import TrainConfig
 

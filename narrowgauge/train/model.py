@@ -29,9 +29,9 @@ from narrowgauge.nn.dropout import use_counted_dropout
 from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.rng import seed_all
 from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import GEMMS, Recipe
-from narrowgauge.rng import seed_all
 from narrowgauge.storage import reading
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
 from narrowgauge.train.checkpoint.store import nonfinite

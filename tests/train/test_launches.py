@@ -49,8 +49,8 @@ def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
 
 def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
     calls = []
-    real = trainer.read
-    monkeypatch.setattr(trainer, "read", lambda readings: calls.append(readings.shape) or real(readings))
+    real = passes.read
+    monkeypatch.setattr(passes, "read", lambda readings: calls.append(readings.shape) or real(readings))
     loop.run(settings(text, tmp_path / "run", micro_batches=2))
     assert calls == [(3,)] * 6  # the loss of each micro-batch, and the norm
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge import rng
 from narrowgauge.diagnose.blame.undisturbed import undisturbed
 from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 from narrowgauge.train import assembly, branch, counters, loop
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace

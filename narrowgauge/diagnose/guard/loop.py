@@ -55,7 +55,7 @@ from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.rng import generators, set_generators
+from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot.bytes_apart import refuse_room
 from narrowgauge.structure import require_module
 

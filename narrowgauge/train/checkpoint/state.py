@@ -24,9 +24,9 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
 from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
+from narrowgauge.ops.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.structure import is_weight
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 

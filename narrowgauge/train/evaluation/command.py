@@ -24,8 +24,8 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.format_text import duration, signed
 from narrowgauge.diagnose.runs import encode, numbers
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim import precision as precisions
-from narrowgauge.rng import generators, set_generators
 from narrowgauge.storage import reading
 from narrowgauge.train.config.settings import WRITING
 from narrowgauge.train.console import tell

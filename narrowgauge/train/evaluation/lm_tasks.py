@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, DataError, closest
-from narrowgauge.rng import seed_all
+from narrowgauge.ops.rng import seed_all
 
 INSTALL = (
     "narrowgauge evaluate --tasks needs the packages 'lm-eval' and 'pyyaml'. Run: pip install 'narrowgauge[evaluate]'."

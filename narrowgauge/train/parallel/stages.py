@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import rng
 from narrowgauge.conversion import suspended
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.ops import rng
 from narrowgauge.train.loss import NO_CACHE
 
 PROBE = 8  # tokens

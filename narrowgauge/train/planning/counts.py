@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge import rng
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops import rng
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.moments import Moment
