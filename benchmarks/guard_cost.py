@@ -53,7 +53,7 @@ def main() -> None:
 
 def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -> dict[str, Any]:
     from narrowgauge.diagnose.guard import audit
-    from narrowgauge.train import guarded, loop, stretch
+    from narrowgauge.train import loop, probe, run_guard
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.trainer import Trainer
 
@@ -64,9 +64,9 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
     }  # fmt: skip
     words = f"every={GUARD['every']},steps={GUARD['steps']},margin=20%,then={then}"
     spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0, "audit": 0.0}
-    guard = guarded.Guard
-    places = [(Trainer, "_optimizer_step", "run"), (stretch, "_step", "stretches")]
-    places += [(guard, name, "guard") for name in ("before_step", "after_step", "saved", "facts")]
+    guard = run_guard.Guard
+    places = [(Trainer, "_optimizer_step", "run"), (probe, "_step", "stretches")]
+    places += [(guard, name, "guard") for name in ("before_step", "after_step", "on_saved", "state")]
     places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]
     guarded_run = TrainConfig(**settings, output=str(folder / "guarded"), guard=words)
     with timed(spent, places):

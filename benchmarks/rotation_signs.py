@@ -79,17 +79,17 @@ def looks(run: Path, steps: int, base: str) -> Iterator[dict[str, Any]]:
 
     from narrowgauge.conversion import suspended
     from narrowgauge.nn.linear import QLinear
-    from narrowgauge.train import place
+    from narrowgauge.train import checkpoint_ref
     from narrowgauge.train.loop import prepare
     from narrowgauge.train.reopen import reopened
 
-    config, task = prepare(place.settings_of(run))
+    config, task = prepare(checkpoint_ref.settings_of(run))
     inputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
         return lambda layer, given: inputs.update({name: given[0].detach().flatten(0, -2).float()})
 
-    with reopened(place.at_or_before(run, steps), config, task) as trainer:
+    with reopened(checkpoint_ref.at_or_before(run, steps), config, task) as trainer:
         layers = {name: each for name, each in trainer.model.named_modules() if isinstance(each, QLinear)}
         hooks = [each.register_forward_pre_hook(keep(name)) for name, each in layers.items()]
         [batch] = trainer.feed.draw(steps).batches

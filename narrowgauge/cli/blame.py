@@ -9,8 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import place
-from narrowgauge.train.place import Place
+from narrowgauge.train import checkpoint_ref
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 
 
 def _flag(words: str) -> Parameter:
@@ -42,15 +42,15 @@ def blame(
         raise ConfigError(
             f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.", code="blame.counts"
         )
-    place.settings_of(run)  # before the import of torch: a wrong folder is reported at once
+    checkpoint_ref.settings_of(run)  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.blame_checkpoint import blame_checkpoint
     from narrowgauge.train.console import tell
 
     healthy = None
     if baseline:
         tell(f"Looking for a healthy step at the checkpoint of step {baseline} ...")
-        healthy = blame_checkpoint(Place(run, baseline), device, confirm=0)
+        healthy = blame_checkpoint(CheckpointRef(run, baseline), device, confirm=0)
     tell("Looking at one step and, of suspects, at stretches of steps ...")
-    found = blame_checkpoint(Place(run, at or None), device, steps=steps, baseline=healthy)
+    found = blame_checkpoint(CheckpointRef(run, at or None), device, steps=steps, baseline=healthy)
     print(json_format.dumps(found.as_dict(), indent=2) if json else found)
     return 0

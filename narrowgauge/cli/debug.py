@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from narrowgauge.train import place
+from narrowgauge.train import checkpoint_ref
 
 
 def debug(
@@ -25,7 +25,7 @@ def debug(
     run
         Folder of the run. Only RUN/debug-STEP.json, .txt and .html are written.
     """
-    place.settings_of(run)  # before the import of torch: a wrong folder is reported at once
+    checkpoint_ref.settings_of(run)  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.debug import debug as climb
 
     found = climb(run, at, steps, device)

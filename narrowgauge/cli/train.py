@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter, Token
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import liveness, place, run_folder
+from narrowgauge.train import checkpoint_ref, liveness, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
 from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, OneOrPair, TrainConfig, key_of, resolved, shown
 
@@ -65,7 +65,8 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(toml.load_stored(folder.config), config)
     elif config.parent and not folder.has_run():
-        place.refuse(place.settings_of(place.Place.of(config.parent).run), config)
+        run = checkpoint_ref.CheckpointRef.of(config.parent).run
+        checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)
     return config
 
 
@@ -79,7 +80,7 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     output = str(given.get("output") or TrainConfig.output)
     stored, parent = run_folder.RunFolder(Path(output)).config, str(given.get("parent") or "")
     if parent and not (given.get("resume") and run_folder.RunFolder(Path(output)).has_run()):
-        return place.inherited(place.Place.of(parent).run, given)
+        return checkpoint_ref.inherited(checkpoint_ref.CheckpointRef.of(parent).run, given)
     if given.get("resume") and os.path.lexists(stored):
         return {**toml.read_stored(stored), "output": (output, "")}
     # Otherwise a mistyped folder would start a run of pure defaults.

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from narrowgauge import recipes
 from narrowgauge.errors import StorageError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 from narrowgauge.ops.cpp.build import cache_folder
 from narrowgauge.storage import publish, reading, temporary, write_synced
 
@@ -104,7 +105,7 @@ def measured(
     """
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     # The caller may be inside no_grad, and its random state must not change with a measurement.
-    with torch.random.fork_rng(devices=[index] if device.type == "cuda" else []), torch.enable_grad():
+    with rng.preserved([index] if device.type == "cuda" else []), torch.enable_grad():
         sets = [inputs(workload, device) for _ in range(INPUT_SETS)]
         steps: dict[str, Step] = {}
         failed: dict[str, str] = {}

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.conversion.measure import LinearWorkload, inputs, step
+from narrowgauge.ops import rng
 from narrowgauge.ops.timing import rates
 from narrowgauge.ops.timing.cards import Card
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
@@ -50,7 +51,7 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
     # reads the fake result. Kernels outside the dispatcher report to `launched`.
     with ExitStack() as stack:
         # Fake tensors draw from the CPU's generator, which must not change.
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(rng.preserved())
         for mode in (
             torch.enable_grad(),
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.distributed.generators import generators, seed_all, set_generators
 from narrowgauge.distributed.state import DistributedState
 from narrowgauge.ops.random import hashed
+from narrowgauge.ops.rng import own_generators, seed_own, set_own
 
 
 class PerRankDropout:
@@ -54,12 +54,12 @@ class PerRankDropout:
         low, high = hashed(int(torch.randint(2**62, (), device="cpu")), self.rank)
         seed = low | (high & 0x7FFFFFFF) << 32
         # Replaces the entry of a region that checkpointing left early, before its row-wise layer.
-        self._states_before = {seed: generators()}
+        self._states_before = {seed: own_generators()}
         if self.state is not None:
             self.state.reuse_key(seed, self.device)
-        seed_all(seed)
+        seed_own(seed)
 
     def end(self, module: nn.Module, _: Any) -> None:
         """Forward pre-hook of row-wise layers: restore the generators."""
         if (before := self._states_before.pop(torch.initial_seed(), None)) is not None:
-            set_generators(before)
+            set_own(before)

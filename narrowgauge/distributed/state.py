@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.distributed import ATTRIBUTE
-from narrowgauge.distributed.generators import generators, seed_all, seed_of, set_generators
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import has_compiled, in_backward, is_shape_inference
@@ -35,6 +34,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
+from narrowgauge.ops.rng import own_generators, seed_of, seed_own, set_own
 from narrowgauge.structure import plain_name
 
 
@@ -206,8 +206,8 @@ class DistributedState:
         seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = key
         self.micro_batch += 1
-        self._generator_states.append(generators())
-        seed_all(seed)
+        self._generator_states.append(own_generators())
+        seed_own(seed)
 
     def end_forward(self, *_: Any) -> None:
         """Forward hook of the whole model, also called if the forward pass raises."""
@@ -217,7 +217,7 @@ class DistributedState:
             each.end_step()
         self._shape_inference_layers = []
         if self._generator_states and not torch.compiler.is_compiling() and not in_backward():
-            set_generators(self._generator_states.pop())
+            set_own(self._generator_states.pop())
 
     # --- the end of a step
 

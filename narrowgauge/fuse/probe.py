@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.fuse.rotary import NAME
-from narrowgauge.ops import rotary
+from narrowgauge.ops import rng, rotary
 from narrowgauge.ops.norm_act import Kind, value
 from narrowgauge.ops.norm_act.spec import Activation, Gated
 
@@ -150,7 +150,7 @@ def _computes(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Ten
 def _result(function: Callable[..., Any], x: Tensor, *more: Tensor) -> Any:
     """Call the function without gradients; return None if it raises."""
     devices = [x.device] if x.is_cuda else []
-    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
+    with rng.preserved(devices), torch.autocast(x.device.type, enabled=False):
         try:
             return function(x, *more)
         except Exception:

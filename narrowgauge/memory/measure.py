@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
 
     with ExitStack() as stack:
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-        stack.enter_context(torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)))
+        stack.enter_context(rng.preserved(sorted(index for index in devices if index is not None)))
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
         # Casts made here must not stay in the layers' caches. A later training pass would find
         # them, and delayed scaling would miss an amax.

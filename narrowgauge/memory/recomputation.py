@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.memory.measure import report_saved
+from narrowgauge.ops import rng
 
 
 class RngAndAutocast:
@@ -30,12 +31,11 @@ class RngAndAutocast:
         kinds = sorted({device.type for device in devices})
         # fork_rng's default device type; without GPU tensors no device state is saved.
         self._kind = kinds[0] if kinds else "cuda"
-        self._cpu = torch.get_rng_state()
+        self._generators = rng.TorchStates(list(devices.values()), self._kind)
         device = dry_run_on()
         if not kinds and (device is None or device.type == "cpu"):
             # On a CPU the state occupies the same memory as the activations.
-            report_saved(self._cpu)
-        self._devices, self._states = get_device_states(*devices.values()) if kinds else ([], [])
+            report_saved(self._generators.cpu)
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", *kinds)
         ]
@@ -45,9 +45,7 @@ class RngAndAutocast:
     def restored(self) -> Iterator[None]:
         """Restore the snapshot inside this context, and the present state afterwards."""
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._kind))
-            torch.set_rng_state(self._cpu)
-            set_device_states(self._devices, self._states, device_type=self._kind)
+            stack.enter_context(self._generators.restored())
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches))
             yield

@@ -28,7 +28,12 @@ class LayerState(nn.Module):
     It moves with the model, but keeps its dtypes: an amax or a learned step
     in 8 or 16 bits would be rounded. After `to_empty` from the meta device
     the memory is undefined, so the state is reset.
+
+    not_replayed  names of tensors that a repeated forward pass of a step does not read, or that no
+                  step changes. The snapshot of a queued step leaves them out
     """
+
+    not_replayed: frozenset[str] = frozenset()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         was_meta = False
@@ -68,6 +73,7 @@ class AmaxHistory(LayerState):
     not follow the history: after loading, after a move, or after compiled code recorded into it.
     """
 
+    not_replayed = frozenset({"history", "nonfinite"})
     history: Tensor
     live: Tensor
     nonfinite: Tensor

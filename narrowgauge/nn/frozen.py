@@ -58,6 +58,7 @@ class FrozenWeight(LayerState):
     """
 
     is_gathered, recasts, joins_graphs = True, False, False
+    not_replayed = frozenset({"codes", "scale", "words", "global_scale"})
     codes: Tensor  # uint8
     scale: Tensor
     words: Tensor

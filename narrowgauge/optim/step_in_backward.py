@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops import rng
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import NormInParts, clip_gradients, scale_gradients
 from narrowgauge.optim.held_gradients import HeldGradients
@@ -200,7 +201,7 @@ class InBackward:
     def _generators_put_back(self) -> Iterator[None]:
         """Torch's, of the CPU and of the parameters' GPUs."""
         devices = {each.device.index for each, _, _ in self._optimizer._numbered() if each.is_cuda}
-        with torch.random.fork_rng(devices=sorted(devices)):
+        with rng.preserved(sorted(devices)):
             yield
 
     @torch.no_grad()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from narrowgauge.diagnose.blame import CONFIRMED, Blame
 from narrowgauge.diagnose.blame.judge import Baseline
 from narrowgauge.train.blamed import STEPS, blame_run, logged_baseline
+from narrowgauge.train.checkpoint_ref import CheckpointRef, settings_of
 from narrowgauge.train.loop import prepare
-from narrowgauge.train.place import Place, settings_of
 from narrowgauge.train.reopen import reopened
 from narrowgauge.train.run_folder import RunFolder
 
 
 def blame_checkpoint(
-    place: Place,
+    place: CheckpointRef,
     device: str = "",
     *,
     steps: int = STEPS,

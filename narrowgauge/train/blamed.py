@@ -3,7 +3,7 @@
     from narrowgauge.train.blamed import blame_run
     found = blame_run(trainer, show)                 for example on an alarm of the guard
 
-The next step is observed with its own batch (diagnose.blame). Probes (train.stretch) confirm the
+The next step is observed with its own batch (diagnose.blame). Probes (train.probe) confirm the
 first suspects. All probes start from the same state and use the same batches: the recipe, 16 bits
 everywhere, 16 bits with another order of summation as a control, and the recipe with one suspect in
 16 bits. The run's state is restored bit for bit, and an event `blame` records the result.
@@ -32,8 +32,7 @@ from narrowgauge.diagnose.blame.judge import Baseline, Expected, Finding
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.loss import Objective
-from narrowgauge.train.parallel.step import targets_of_ranks
-from narrowgauge.train.stretch import Stretch, stretch, undone
+from narrowgauge.train.probe import ProbeResult, rolled_back, run_probe
 
 STEPS = 50  # length of a probe
 # Fewer steps confirm nothing
@@ -61,7 +60,7 @@ def blame_run(
     baseline  a step without suspects; None: the last one that the run has logged, else layers of
               the same kind
     confirm   number of suspects to confirm; 0: none
-    where     place of the state's copy, as for `Fork`: "host" or a folder
+    where     place of the state's copy, as for `Snapshot`: "host" or a folder
 
     Every rank calls it. Raises ConfigError for a pipeline, whose stages see micro-batches of each
     other, and for steps that cannot be observed.
@@ -71,7 +70,7 @@ def blame_run(
             "blame: a rank of a pipeline has a stage of the model alone. Blame a copy of the run that has no pp.",
             code="blame.pipeline",
         )
-    with undone(trainer, where):
+    with rolled_back(trainer, where):
         compute = _next_step(trainer)
         found = observed(trainer.model, compute, trace=True)
     trainer.optimizer.zero_grad()
@@ -87,9 +86,9 @@ def blame_run(
         # compare gradients instead.
         and not trainer.config.cuda_graph
     ):
-        confirmations = by_stretches(trainer, suspects, number, where)
-    elif suspects and trainer.ranks.world == 1 and trainer.stepping is None:
-        with undone(trainer, where):
+        confirmations = by_probes(trainer, suspects, number, where)
+    elif suspects and trainer.ranks.world == 1 and trainer.passes.in_backward is None:
+        with rolled_back(trainer, where):
             confirmations = by_gradient(trainer.model, _next_step(trainer), suspects)
     elif suspects:
         notes = (*notes, "Suspects are not confirmed: the run has no steps left for a stretch.")
@@ -102,34 +101,34 @@ def blame_run(
 
 
 def _next_step(trainer: Any) -> Callable[[], None]:
-    """Returns a function that runs forward and backward of the next step. Call inside `undone`.
+    """Returns a function that runs forward and backward of the next step. Call inside `rolled_back`.
 
     It runs the uncompiled model, so that observers see every matmul.
     """
     drawn = trainer.feed.draw(trainer.step)
-    targets, _ = targets_of_ranks(drawn, trainer.step + 1, trainer.stop, trainer.ranks)
+    targets, _ = trainer.passes.targets(drawn, trainer.step + 1, trainer.stop)
     whole = Objective(trainer.model, trainer.task.options)
 
     def repeat() -> None:
-        trainer.repeat_draws()
+        trainer.passes.repeat_draws()
         for turn, batch in enumerate(drawn.batches, 1):
             trainer.parallel.follows(turn == len(drawn.batches))
-            trainer.backward(whole, batch, targets)
+            trainer.passes.backward(whole, batch, targets)
 
-    return repeat if trainer.stepping is None else partial(trainer.stepping.measure, repeat)
+    return repeat if trainer.passes.in_backward is None else partial(trainer.passes.in_backward.measure, repeat)
 
 
 # Confirmation
 
 
-def by_stretches(
+def by_probes(
     trainer: Any, suspects: tuple[Finding, ...], steps: int, where: str | Path = "host"
 ) -> list[Confirmation]:
     """Confirms suspects by probes, one result per suspect.
 
     If each of several suspects is too little alone, a last probe has all suspects in 16 bits.
     """
-    taken = partial(stretch, trainer, steps, where=where)
+    taken = partial(run_probe, trainer, steps, where=where)
     narrow, wide = taken(_as_it_is), taken(suspended)
     control = taken(suspended, other_order=True)
     level = _level(wide)
@@ -178,7 +177,7 @@ def _as_it_is(model: nn.Module) -> Any:
     return nullcontext(model)
 
 
-def _level(seen: Stretch) -> float:
+def _level(seen: ProbeResult) -> float:
     """Mean loss of the second half of a probe."""
     losses = seen.losses
     return statistics.fmean(losses[len(losses) // 2 :]) if losses else 0.0

@@ -32,20 +32,17 @@ import torch
 from torch import nn
 
 from narrowgauge import manifest
-from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import carried
-from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.recipes import AUTO
 from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight
-from narrowgauge.train import guarded, place
+from narrowgauge.train import checkpoint_ref, run_guard
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.place import Place
 from narrowgauge.train.reopen import PLAIN, reopened, silent_log
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TASKS, TrainTask
@@ -63,42 +60,42 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     Raises like `reopened`, and ConfigError for settings that a branch cannot have or if no step is
     left.
     """
-    start = Place.of(config.parent)
-    parent_config = place.settings_of(start.run)
-    place.refuse(parent_config, config)
+    start = CheckpointRef.of(config.parent)
+    parent_config = checkpoint_ref.settings_of(start.run)
+    checkpoint_ref.refuse(parent_config, config)
     with reopened(start, parent_config, task) as parent:
         if parent.step >= config.steps:
             raise ConfigError(
                 f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at steps = {config.steps}. Raise --steps, or "
-                f"start from an earlier checkpoint. {place.existing(start.run)}",
+                f"start from an earlier checkpoint. {checkpoint_ref.existing(start.run)}",
                 code="branch.past-end",
             )
         # Recipe "auto" measures on the device
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())
         if chooses and _same_recipes(parent_config, config):
-            folder.write_run({"auto": parent.auto})  # the same recipes: keep the parent's choices
+            folder.write_run({"auto": parent.setup.auto})  # the same recipes: keep the parent's choices
         # On the CPU: creating a branch needs no GPU unless "auto" has to measure.
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
-        branch = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
+        branch = Trainer(plain, folder, task, silent_log(), plugins=[run_guard.plugin])
         said = take_over(parent, branch)
         if chooses:
-            folder.write_run({"auto": branch.auto})
+            folder.write_run({"auto": branch.setup.auto})
         asked = (
-            place.settings_of(folder.path) if folder.config.is_file() else config
+            checkpoint_ref.settings_of(folder.path) if folder.config.is_file() else config
             # On several ranks, micro_batches in `config` covers all ranks, unlike the user's value
             # in the file.
         )
-        branch.carried = {
-            "parent": {
+        branch.mark_branch(
+            {
                 "run": os.path.relpath(start.run, folder.path), "from": config.parent, "step": parent.step,
                 "started_at": _started_at(parent.folder), "fingerprint": _fingerprint(parent),
-                "changes": {key: [str(each) for each in pair] for key, pair in place.changes(parent_config, asked).items()},
+                "changes": {key: [str(each) for each in pair] for key, pair in checkpoint_ref.changes(parent_config, asked).items()},
                 "carried": said,
             }
-        }  # fmt: skip
+        )  # fmt: skip
         tensors, facts = branch.collected()
         facts["agreement"] = _agreement(parent, branch)
-        checkpoints.save(folder.checkpoints, branch.step, tensors, facts, config.keep, branch.ranks)
+        branch.checkpoints.write(folder.checkpoints, branch.step, tensors, facts, config.keep)
     return said
 
 
@@ -128,14 +125,13 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
 
     Returns a sentence for each part.
     """
-    branch.feed.restore(parent.feed.state())
+    # The guard below compares the batches that both leave out, so the position comes first.
+    parent.start.restore_into(branch.training)
     if _same_recipes(parent.config, branch.config):
         # Apply the recipe of higher precision that a guard gave the parent
-        branch.watch.prepare(parent.watch.facts())
-        branch.watch.restore(parent.watch.facts())
-    for stage in branch.stages:
-        if stage.step <= parent.step:
-            stage.apply(branch.model)
+        branch.plugins.before_load(parent.plugins.state())
+        branch.plugins.on_load(parent.plugins.state())
+    branch.switches.apply_until(parent.step, branch.model)
     _take_weights(parent, branch)
     said = _take_layers(parent.model, branch.model)
     pairs = list(_pairs(parent, branch))
@@ -148,19 +144,12 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
         said.append("Weights and optimizer: bit for bit.")
     else:
         said.append(f"Other formats, by decoded values: {'; '.join(found.words())}.")
-    if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(branch.optimizer, NarrowOptimizer):
-        branch.optimizer.norm_before = parent.optimizer.norm_before
-    if parent.scaler and branch.scaler:
-        branch.scaler.load_state_dict(parent.scaler.state_dict())
-    elif branch.scaler:
+    branch.passes.take_norm_of(parent.passes)
+    if branch.passes.scaler and not parent.passes.scaler:
         said.append("The loss scale starts anew: the parent has none.")
-    branch.step, branch.trained_s, branch.skipped_steps = parent.step, parent.trained_s, parent.skipped_steps
-    if branch.best.metric and branch.best.metric == parent.best.metric and (weights := parent.best.weights()):
-        best = parent.best
-        branch.best.save(best.step, weights, {"metric": best.metric, "value": best.value})
-        branch.best.step, branch.best.value, branch.best.loss = best.step, best.value, best.loss
+    branch.checkpoints.take_best_of(parent.checkpoints)
     # Last: building and copying the branch drew random numbers.
-    set_generators(parent.generators)
+    parent.start.restore_generators()
     return said
 
 
@@ -261,8 +250,8 @@ def _agreement(parent: Trainer, branch: Trainer) -> dict[str, Any]:
     The scales are dropped if the branch sends gradients in another format.
     """
     known: dict[str, Any] = {"seed": parent.config.seed, "step": parent.step}
-    if parent.resumed_from:
-        path = Path(parent.resumed_from)
+    if parent.checkpoints.resumed_from:
+        path = Path(parent.checkpoints.resumed_from)
         listing = manifest.read(path)
         if not listing.save:
             facts = reading.strict_json(manifest.read_file(path, manifest.FACTS, listing))
@@ -282,7 +271,7 @@ def _fingerprint(parent: Trainer) -> str:
     The manifest holds the hashes of all files.
     """
     best = parent.folder.best / f"step-{parent.step:08}"
-    return manifest.fingerprint(Path(parent.resumed_from) if parent.resumed_from else best)
+    return manifest.fingerprint(Path(parent.checkpoints.resumed_from) if parent.checkpoints.resumed_from else best)
 
 
 def _started_at(folder: RunFolder) -> str:

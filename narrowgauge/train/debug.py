@@ -2,7 +2,7 @@
 
 `diagnose.ladder` defines the rungs, which are variants of the recipe.
 
-Each rung is a probe (`stretch`): one model, no folder per rung, and one copy of the state as extra
+Each rung is a probe (`probe`): one model, no folder per rung, and one copy of the state as extra
 memory. The run itself is unchanged. After each rung RUN/debug-STEP.json is written, so a killed
 command continues where it was. The findings go to RUN/debug-STEP.txt and to the page
 RUN/debug-STEP.html.
@@ -28,7 +28,6 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import plural
-from narrowgauge.diagnose.generators import set_generators
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
 from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
@@ -36,7 +35,7 @@ from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.report import ladder as page
 from narrowgauge.storage import reading
-from narrowgauge.train import place, stretch
+from narrowgauge.train import checkpoint_ref, probe
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.loop import prepare
 from narrowgauge.train.parallel.ranks import under_torchrun
@@ -86,20 +85,20 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         )
     if steps < 1 or at < 1:
         raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.", code="debug.counts")
-    config = replace(place.settings_of(run), plan="never")
-    start = place.at_or_before(run, at)
+    config = replace(checkpoint_ref.settings_of(run), plan="never")
+    start = checkpoint_ref.at_or_before(run, at)
     with RunFolder.reading(run):  # raises BusyError before the data are read
         pass
     tell(f"Reading {config.data} ...")
     prepared, task = prepare(config)
     with StopRequest() as stop, reopened(start, prepared, task, device or config.device) as trainer:
-        trainer.stop = stop
+        trainer.stop_with(stop)
         # As in Trainer.train: code since the restore may have drawn random numbers.
-        set_generators(trainer.generators)
+        trainer.start.restore_generators()
         ladder = _ladder(trainer, run, at, steps)
         path = run / f"debug-{at}.json"
         key = _key(trainer, ladder)
-        _take_up(path, key, ladder)
+        _reuse_rungs(path, key, ladder)
         _climb(trainer, ladder, path, key)
         if stop.requested:
             tell(f"Stopped. The rungs that were taken are in {path}: the same command goes on from there.")
@@ -116,11 +115,11 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
 def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
     """The ladder, limited to the steps that remain before the end or the next recipe switch."""
     begun, config = trainer.step, trainer.config
-    for stage in trainer.stages:
+    for switch in trainer.switches:
         # A switch at the first probed step belongs to the recipe.
-        if stage.step == begun + 1:
-            stage.apply(trainer.model)
-    last = min([config.steps, *(stage.step - 1 for stage in trainer.stages if stage.step > begun + 1)])
+        if switch.step == begun + 1:
+            switch.apply(trainer.model)
+    last = min([config.steps, *(switch.step - 1 for switch in trainer.switches if switch.step > begun + 1)])
     taken = _steps_taken(run, at, steps, begun, last, config.steps)
     events = read_metrics(trainer.folder.metrics)
     # Also the batches that were skipped after the checkpoint
@@ -144,7 +143,7 @@ def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int
         until = "its end" if last == end else f"its switch of recipes at step {last + 1}"
         raise ConfigError(
             f"debug: {run} has {plural(left, 'step')} between its checkpoint of step {begun} and {until}, and at least {needed} are "
-            f"needed. Name an earlier --at. {place.existing(run)}",
+            f"needed. Name an earlier --at. {checkpoint_ref.existing(run)}",
             code="debug.too-few-steps",
         )
     if wanted < needed:
@@ -168,12 +167,12 @@ def _recipe(model: nn.Module) -> str:
 def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
     """Facts that must be equal for the rungs of an earlier command to be reused."""
     return {
-        "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.device),
-        "fingerprint": manifest.fingerprint(Path(trainer.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
+        "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.passes.device),
+        "fingerprint": manifest.fingerprint(Path(trainer.checkpoints.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
     }  # fmt: skip
 
 
-def _take_up(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
+def _reuse_rungs(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
     """Reuses the rungs that an earlier command ran from the same checkpoint."""
     try:
         if not os.path.lexists(path):
@@ -211,7 +210,7 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
 def _taken(trainer: Trainer, ladder: Ladder, name: str) -> Rung | None:
     """Runs one rung. Returns None if a signal interrupted it."""
     try:
-        found = stretch.stretch(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
+        found = probe.run_probe(trainer, ladder.steps, _change(name), other_order=name == CONTROL)
     except (
         ConfigError
         # Not every recipe allows this change: a straight-through estimator has no single GEMM to
@@ -237,9 +236,9 @@ def _change(name: str) -> Change:
 
 def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
     """Validation scores at the checkpoint, in the recipe and in 16 bits."""
-    with stretch.undone(trainer):
+    with probe.rolled_back(trainer):
         trainer.model.eval()
-        narrow, wide = trainer.scores(both=True)
+        narrow, wide = trainer.validation.scores(both=True)
         trainer.model.train()
     found = {"narrow": narrow} if wide is None else {"narrow": narrow, "wide": wide}
     return {

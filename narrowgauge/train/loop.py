@@ -12,7 +12,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import branch, run_metadata, spiking, stepping
+from narrowgauge.train import branch, run_metadata, spike_watch, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -203,13 +203,13 @@ def _train_and_log(
         freed_memory = keep_freed_memory(config.keep_freed, device)
         # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spiking.watch_of)
+        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spike_watch.plugins(config))
         folder.write_config(asked)
-        if trainer.resumed_from:
+        if trainer.checkpoints.resumed_from:
             # A kill may have come between saving a checkpoint and removing older best weights
-            trainer.best.clear()
+            trainer.checkpoints.best.clear()
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
-            settled = replace(config, checkpointing=trainer.policy)
+            settled = replace(config, checkpointing=trainer.setup.policy)
             memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
             known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
             known |= {"planned": memory_plan} if memory_plan else {}
@@ -218,7 +218,7 @@ def _train_and_log(
             if line := of_run.first_line(memory_plan):
                 show.say(line)
             of_run.refuse_guard(config, memory_plan)
-            trainer.watch.announce(show)
+            trainer.plugins.on_start(show)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
@@ -229,11 +229,18 @@ def _train_and_log(
             if line := of_run.last_line(memory_plan, peak_bytes(device) if has_own_peak else 0, device):
                 show.say(line)
             if reason == "finished":
-                weights = trained_weights(trainer.model, trainer.best)
+                weights = trained_weights(trainer.model, trainer.checkpoints.best)
                 ranks.first(
-                    lambda: export(trainer.model, trainer.shapes, weights, task.tokenizer, trainer.best, folder.final)
+                    lambda: export(
+                        trainer.model,
+                        trainer.setup.shapes,
+                        weights,
+                        task.tokenizer,
+                        trainer.checkpoints.best,
+                        folder.final,
+                    )
                 )
-            if line := trainer.watch.last_words():
+            if line := trainer.plugins.summary():
                 show.say(line)
             # Log `done` after the export: it may still fail, and a log that said `done` before
             # would be wrong.

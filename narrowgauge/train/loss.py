@@ -23,6 +23,7 @@ from narrowgauge.data.targets import aligned_loss
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops import rng
 from narrowgauge.recipe import Gemm
 from narrowgauge.train.config.settings import TrainConfig
 
@@ -184,7 +185,7 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
     proof = _proved_by_numbers if holds_numbers(head.weight) else _proved_by_storages
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), rng.preserved(devices):
             is_product, cap = proof(model, head, inputs, softcap)
     except (TypeError, AttributeError) as error:
         return f"{type(model).__name__} cannot be called below its output head ({error})", None

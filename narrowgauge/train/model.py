@@ -8,7 +8,7 @@ is the same and many times faster.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert, embeddings, products
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import bits, widened
-from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn import step_end
@@ -30,6 +29,7 @@ from narrowgauge.nn.dropout import use_counted_dropout
 from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.rng import seed_all
 from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import GEMMS, Recipe
 from narrowgauge.storage import reading
@@ -258,7 +258,7 @@ def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecipeSwitch:
     """One recipe switch."""
 
     step: int  # first step with the new recipes
@@ -266,7 +266,7 @@ class Stage:
     changes: dict[str, tuple[Recipe, Recipe]]  # layer -> (recipe before, recipe after)
 
     def apply(self, model: nn.Module) -> None:
-        """Sets the new recipes. With pipeline stages, on the layers of this rank."""
+        """Sets the new recipes. With pipeline switches, on the layers of this rank."""
         layers = dict(model.named_modules())
         for name, (_, recipe) in self.changes.items():
             if name in layers:
@@ -283,7 +283,7 @@ class Stage:
         return f"step {self.step}: switch {self.switch}: {len(self.changes)} layers from {before} to {after}"
 
 
-def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
+def recipe_switches(config: TrainConfig, model: nn.Module) -> list[RecipeSwitch]:
     """The configured recipe switches in order of their steps, resolved to layers of the model.
 
     The recipes of step n depend on n alone, so a resumed run computes the same numbers. Applying
@@ -301,12 +301,42 @@ def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
         except ConfigError as error:
             raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused") from None
         first = entry.after_step(config.steps) + 1
-        found.append(Stage(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
+        found.append(RecipeSwitch(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
         now |= changes
     return found
 
 
-def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int, words: str) -> list[Stage]:
+class RecipeSchedule:
+    """The recipe switches of a run, in order of their steps."""
+
+    def __init__(self, switches: list[RecipeSwitch]) -> None:
+        self._switches = list(switches)
+
+    def __iter__(self) -> Iterator[RecipeSwitch]:
+        return iter(self._switches)
+
+    def replace(self, switches: list[RecipeSwitch]) -> None:
+        """Continues with other switches, as a plugin asked. Applies none."""
+        self._switches = list(switches)
+
+    def apply_until(self, step: int, model: nn.Module) -> None:
+        """Applies the switches whose first step is at most `step`."""
+        for switch in self._switches:
+            if switch.step <= step:
+                switch.apply(model)
+
+    def names_until(self, step: int) -> list[str]:
+        """Texts of the switches whose first step is at most `step`."""
+        return [switch.switch for switch in self._switches if switch.step <= step]
+
+    def starts_at(self, step: int) -> bool:
+        """True if a switch starts with this step."""
+        return any(switch.step == step for switch in self._switches)
+
+
+def with_switch(
+    switches: list[RecipeSwitch], model: nn.Module, recipe: Recipe, after: int, words: str
+) -> list[RecipeSwitch]:
     """The recipe switches plus one more, to `recipe` after step `after`.
 
     words  name of the switch in the log
@@ -317,18 +347,20 @@ def with_stage(stages: list[Stage], model: nn.Module, recipe: Recipe, after: int
     """
     now = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
     # Undo the switches already applied to the model: start from the first recipes
-    for stage in reversed(stages):
-        now |= {name: before for name, (before, _) in stage.changes.items() if name in now}
-    found = [stage for stage in stages if stage.step <= after]
-    for stage in found:
-        now |= {name: new for name, (_, new) in stage.changes.items()}
+    for switch in reversed(switches):
+        now |= {name: before for name, (before, _) in switch.changes.items() if name in now}
+    found = [switch for switch in switches if switch.step <= after]
+    for switch in found:
+        now |= {name: new for name, (_, new) in switch.changes.items()}
     changes = widened(model, now, recipe)
-    found.append(Stage(after + 1, words, {name: (now[name], new) for name, new in changes.items()}))
+    found.append(RecipeSwitch(after + 1, words, {name: (now[name], new) for name, new in changes.items()}))
     now |= changes
-    for stage in stages[len(found) - 1 :]:
-        later = {name: _still_wider(now[name], new) for name, (_, new) in stage.changes.items()}
+    for switch in switches[len(found) - 1 :]:
+        later = {name: _still_wider(now[name], new) for name, (_, new) in switch.changes.items()}
         changes = {name: new for name, new in later.items() if new is not now[name]}
-        found.append(Stage(stage.step, stage.switch, {name: (now[name], new) for name, new in changes.items()}))
+        found.append(
+            RecipeSwitch(switch.step, switch.switch, {name: (now[name], new) for name, new in changes.items()})
+        )
         now |= changes
     return found
 

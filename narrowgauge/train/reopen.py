@@ -13,16 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from narrowgauge import manifest
-from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train import guarded
-from narrowgauge.train.checkpoint import store
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import run_guard
+from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, existing, steps_of
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.device import threads
 from narrowgauge.train.parallel.followers import FollowersLog
-from narrowgauge.train.place import BEST, Place, existing, steps_of
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
@@ -38,12 +35,12 @@ def silent_log() -> FollowersLog:
 
 
 @contextmanager
-def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "cpu") -> Iterator[Trainer]:
+def reopened(place: CheckpointRef, config: TrainConfig, task: TrainTask, device: str = "cpu") -> Iterator[Trainer]:
     """Yields a Trainer of the run, restored from the checkpoint at `place`.
 
     No other process can train the run meanwhile.
 
-    config  the run's own settings (`place.settings_of`)
+    config  the run's own settings (`checkpoint_ref.settings_of`)
     task    the prepared task, with the same data
     device  where the model is built
 
@@ -57,13 +54,13 @@ def reopened(place: Place, config: TrainConfig, task: TrainTask, device: str = "
         if config.epochs:
             config = replace(config, steps=task.steps(config.epochs), epochs=0)
         plain = replace(config, device=device, output=str(place.run), **PLAIN)
-        trainer = Trainer(plain, folder, task, silent_log(), watch=guarded.watch_of)
+        trainer = Trainer(plain, folder, task, silent_log(), plugins=[run_guard.plugin])
         if step is not None and not has_all:
-            _take_weights(trainer, folder, step)
+            trainer.start_from_best(step)
         yield trainer
 
 
-def _step_of(place: Place, folder: RunFolder) -> tuple[int | None, bool]:
+def _step_of(place: CheckpointRef, folder: RunFolder) -> tuple[int | None, bool]:
     """Returns (step, None for the newest; True if its whole checkpoint exists).
 
     Of the best evaluation, weights may be all that is left.
@@ -89,26 +86,3 @@ def _step_of(place: Place, folder: RunFolder) -> tuple[int | None, bool]:
             f"{place}: no checkpoint of step {place.step}. {existing(place.run)}", code="run.no-checkpoint"
         )
     return int(place.step), True
-
-
-def _take_weights(trainer: Trainer, folder: RunFolder, step: int) -> None:
-    """Loads the best weights and moves the data feed to their step.
-
-    Optimizer, amax histories and generators stay fresh.
-    """
-    weights = store.load(folder.best / f"step-{step:08}").tensors["weights"]
-    own = trainer.model.state_dict()
-    if wrong := [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]:
-        raise CheckpointError(
-            f"{folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step.",
-            code="model.best-weights",
-        )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
-    for stage in trainer.stages:
-        if stage.step <= step:
-            stage.apply(trainer.model)
-    for done in range(step):  # the feed has no seek: draw and discard
-        trainer.feed.draw(done)
-    trainer.step = trainer.saved_step = step

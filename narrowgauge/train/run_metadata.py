@@ -74,39 +74,41 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
 
     preview  also print an example of the data
     """
-    config, model = trainer.config, trainer.model
+    config, model, device = trainer.config, trainer.model, trainer.passes.device
     resumed, parent = (
-        f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else "",
-        trainer.carried.get("parent", {}),
+        f"; resumed from {trainer.checkpoints.resumed_from}" if trainer.checkpoints.resumed_from else "",
+        trainer.checkpoints.carried.get("parent", {}),
     )
     if parent.get("step") == trainer.step:
         resumed = f"; branch of {parent['from']}, from step {trainer.step}"
     show.say(
-        f"{config.recipe}{elsewhere(config.layers_recipe, config.embedding_codes)} ({config.precision}) on {device_name(trainer.device)}: "
-        f"{trainer.parameters:,} parameters, {trainer.task.summary()}{resumed}"
+        f"{config.recipe}{elsewhere(config.layers_recipe, config.embedding_codes)} ({config.precision}) on {device_name(device)}: "
+        f"{trainer.setup.parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
     if words := trainer.parallel.words():
         show.say(words)
-    slow = [*emulated_on_gpu(model, trainer.device), *stepped_in_torch(trainer.optimizer)]
-    for line in filter(None, (unused_gpu(trainer.device), *auto.summary(model), *slow)):
+    slow = [*emulated_on_gpu(model, device), *stepped_in_torch(trainer.optimizer)]
+    for line in filter(None, (unused_gpu(device), *auto.summary(model), *slow)):
         show.say(line)
     if config.compile:
         show.say("Compiling during the first step and the first evaluation: minutes of silence.")
-    for stage in trainer.stages:
-        if stage.step > trainer.step:
-            show.say(f"To come at {stage}")
+    for switch in trainer.switches:
+        if switch.step > trainer.step:
+            show.say(f"To come at {switch}")
     if words := looked_up(model):
         show.say(words)
-    show.say("\n".join([f"Loss: {trainer.objective.description}.", *in_float32(trainer), *trainer.memory_notes]))
+    show.say(
+        "\n".join([f"Loss: {trainer.passes.objective.description}.", *in_float32(trainer), *trainer.setup.memory_notes])
+    )
     for part in trainer.task.preview() if preview else ():
         show.say(part)
     for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
         if getattr(config, setting) and config.tensor_every:
             show.say(f"{what} cannot be observed: no tensor statistics in this run.")
-    casts = cast_summary(trainer.optimizer, trainer.no_cast_reason)
-    if casts and trainer.device.type == "cuda":
+    casts = cast_summary(trainer.optimizer, trainer.passes.no_cast_reason)
+    if casts and device.type == "cuda":
         show.say(f"Weights cast by the optimizer's step: {'; '.join(casts)}.")
-    if not trainer.has_own_peak:
+    if not trainer.setup.has_own_peak:
         show.say(
             "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
         )
@@ -127,7 +129,7 @@ def in_float32(trainer: Trainer) -> list[str]:
     """A sentence for each part that stays in float32 in a model with 16-bit weights."""
     names = kept_modules(trainer.model)
     said = [f"Weights and arithmetic in float32: {summary(names)}."] if names else []
-    if SOFTMAX in trainer.precision.keep_list(trainer.config.keep_float32):
+    if SOFTMAX in trainer.passes.precision.keep_list(trainer.config.keep_float32):
         said.append(softmax_words(trainer.model))
     return said
 
@@ -185,27 +187,27 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "narrowgauge": narrowgauge.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": device_name(trainer.device),
-        "device_type": trainer.device.type,
+        "device": device_name(trainer.passes.device),
+        "device_type": trainer.passes.device.type,
         "threads": torch.get_num_threads(),
         "ranks": trainer.ranks.world,
         "parallel": str(trainer.parallel.layout),
         **started,
-        **trainer.carried,
+        **trainer.checkpoints.carried,
         "seed": config.seed,
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),
         "embedding_codes": config.embedding_codes,
-        "auto": trainer.auto,
+        "auto": trainer.setup.auto,
         "precision": config.precision,
         "float32": in_float32(trainer),
-        "switches": [{"step": stage.step, **stage.event} for stage in trainer.stages],
-        "loss": trainer.objective.description,
-        "memory": trainer.memory_notes,
-        "parameters": trainer.parameters,
+        "switches": [{"step": switch.step, **switch.event} for switch in trainer.switches],
+        "loss": trainer.passes.objective.description,
+        "memory": trainer.setup.memory_notes,
+        "parameters": trainer.setup.parameters,
         "model": _of_model(model) | known["model"],
         "task": trainer.task.name,
-        "best": trainer.best.metric,
+        "best": trainer.checkpoints.best.metric,
         "data": known["data"],
         "trivial": trainer.task.trivial(),
         "tokens_per_step": known["tokens_per_step"],
@@ -235,7 +237,7 @@ def of_layers(trainer: Trainer) -> dict[str, Any]:
     model, of_all = trainer.model, trainer.parallel.of_all
     return {
         "left_out": list(trainer.feed.left_out),
-        "weight_casts": cast_summary(trainer.optimizer, trainer.no_cast_reason),
+        "weight_casts": cast_summary(trainer.optimizer, trainer.passes.no_cast_reason),
         "fused": [*of_all({(fusion.name, ""): str(fusion) for fusion in fusions(model)}).values()],
         "describe": [*of_all({row.name: row.columns() for row in describe(model)}).values()],
     }

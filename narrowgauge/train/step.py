@@ -17,9 +17,9 @@ from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.deferred import SkipFlags
 from narrowgauge.train.loss import Batch, Objective, inputs_of
 from narrowgauge.train.optimizer import apply_memory_options
-from narrowgauge.train.pending import Decision
 from narrowgauge.train.tasks import TrainTask
 
 # call(compute, *args) returns compute(*args), run inside a forward pass of the (wrapped) model
@@ -74,17 +74,17 @@ def update(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     advance: Callable[[], None],
-    decision: Decision | None = None,
+    flags: SkipFlags | None = None,
 ) -> None:
     """Runs the optimizer step, updates the loss scale and calls `advance`.
 
     advance   `narrowgauge.advance` of the model
-    decision  device-side flags that skip the update without a host sync; None: the host has checked
+    flags  device-side flags that skip the update without a host sync; None: the host has checked
               the numbers, or GradScaler checks them
     """
-    if decision is not None:
+    if flags is not None:
         # Not scaler.step(): it reads found_inf with .item(), which waits for the device.
-        decision.tell(optimizer)
+        flags.tell(optimizer)
         optimizer.step()
         if scaler:
             scaler.update()

@@ -51,15 +51,15 @@ def apply(fault: str, trainer: Any) -> None:
         weight = trainer.model.model.layers[1].mlp.down_proj.weight.data
         weight.mul_(-30)
     elif fault == "overflow":
-        unscale = trainer.scaler.unscale_
+        unscale = trainer.passes.scaler.unscale_
 
         def overflowed(optimizer: Any) -> None:
-            trainer.scaler.unscale_ = unscale
+            trainer.passes.scaler.unscale_ = unscale
             gradient = trainer.model.model.layers[1].mlp.down_proj.weight.grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[3] = float("inf")
             unscale(optimizer)
 
-        trainer.scaler.unscale_ = overflowed
+        trainer.passes.scaler.unscale_ = overflowed
     elif fault == "norm":
         weight = trainer.model.model.norm.weight.data
         weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import guarded, loop, stretch
-from narrowgauge.train import trainer as trainer_module
+from narrowgauge.train import assembly, loop, probe, run_guard
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.trainer import Trainer
@@ -79,19 +78,19 @@ def main(config: TrainConfig, at: int) -> None:
         if count == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    build = trainer_module.build
+    build = assembly.build
 
     def sick(*given: Any) -> Any:
         model = build(*given)
         hurt(model)
         return model
 
-    setattr(trainer_module, "build", sick)  # noqa: B010
-    around(stretch, "_step")
+    setattr(assembly, "build", sick)  # noqa: B010
+    around(probe, "_step")
     around(checkpoints, "save")
-    around(guarded.Guard, "_become")
-    around(guarded.Guard, "saved")
-    around(Trainer, "take_up")
+    around(run_guard.Guard, "_become")
+    around(run_guard.Guard, "on_saved")
+    around(Trainer, "load_checkpoint")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         code = loop.run(config)
     if not at:

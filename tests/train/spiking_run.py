@@ -15,7 +15,7 @@ import torch
 
 from narrowgauge.cli import main
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.train import stretch
+from narrowgauge.train import probe
 from narrowgauge.train.tasks import writing
 from narrowgauge.train.trainer import Trainer
 
@@ -59,7 +59,7 @@ def saturate(patch: pytest.MonkeyPatch, at: int = PLANTED) -> None:
 
 def at_judged_step(patch: pytest.MonkeyPatch, place: int, do: Any) -> None:
     """do(trainer) before the place-th step of judgements."""
-    real, count = stretch._step, [0]
+    real, count = probe._step, [0]
 
     def step(trainer: Any, *given: Any) -> Any:
         count[0] += 1
@@ -67,7 +67,7 @@ def at_judged_step(patch: pytest.MonkeyPatch, place: int, do: Any) -> None:
             do(trainer)
         return real(trainer, *given)
 
-    patch.setattr(stretch, "_step", step)
+    patch.setattr(probe, "_step", step)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
 from narrowgauge.train.blame_checkpoint import blame_checkpoint
 from narrowgauge.train.blamed import blame_run, logged_baseline
-from narrowgauge.train.place import Place
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 from tests.selection import quick
 from tests.train import tiny
 
@@ -86,7 +86,7 @@ def test_a_healthy_step_that_the_run_has_logged_is_the_baseline(make, before_ste
     logged = event["errors"]["model.layers.1.mlp.down_proj:output"]
     assert {role: list(each) for role, each in healthy["model.layers.1.mlp.down_proj", "output"].items()} == logged
     assert logged_baseline(metrics, event["step"]) is None
-    found = blame_checkpoint(Place(Path(config.output)), confirm=0)
+    found = blame_checkpoint(CheckpointRef(Path(config.output)), confirm=0)
     worst = found.findings[0]
     assert worst.worse.expected == healthy[worst.layer, worst.product][worst.worse.role].error
 
@@ -119,8 +119,8 @@ def test_the_command_looks_at_a_checkpoint_and_writes_nothing(make, capsys):
 def test_the_line_that_it_ends_in_resumes_nothing_but_trains_anew(make, capsys):
     config = make(**SICK, checkpoint_every=3)
     loop.run(config)
-    line = blame_checkpoint(Place(Path(config.output)), confirm=0).recipes
+    line = blame_checkpoint(CheckpointRef(Path(config.output)), confirm=0).recipes
     table = dict(each.split("=") for each in line)
     healed = make("healed", recipe="fp8-current", layers_recipe={**SICK["layers_recipe"], **table})
     loop.run(healed)
-    assert not blame_checkpoint(Place(Path(healed.output)), confirm=0).suspects
+    assert not blame_checkpoint(CheckpointRef(Path(healed.output)), confirm=0).suspects

@@ -15,8 +15,8 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import BusyError, ConfigError, DataError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
+from narrowgauge.train.checkpoint_ref import CheckpointRef, branched
 from narrowgauge.train.config.settings import replace
-from narrowgauge.train.place import Place, branched
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import PYTHON, run, run_ok
 from tests.raising import coded, raises
@@ -251,9 +251,9 @@ def test_recipe_auto_chooses_once_for_a_branch(parent, tmp_path):
 
 
 def test_places():
-    assert Place.of("runs/a@100") == Place(Path("runs/a"), 100)
-    assert Place.of("runs/a@b") == Place(Path("runs/a@b"))
-    assert Place.of("a@best") == Place(Path("a"), "best")
+    assert CheckpointRef.of("runs/a@100") == CheckpointRef(Path("runs/a"), 100)
+    assert CheckpointRef.of("runs/a@b") == CheckpointRef(Path("runs/a@b"))
+    assert CheckpointRef.of("a@best") == CheckpointRef(Path("a"), "best")
 
 
 @pytest.mark.slow

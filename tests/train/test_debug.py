@@ -15,7 +15,7 @@ from narrowgauge.cli import main
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.formats import E2M1
 from narrowgauge.recipe import Cast, Gemm
-from narrowgauge.train import loop, stretch
+from narrowgauge.train import loop, probe
 from narrowgauge.train.debug import _steps_taken, debug
 from narrowgauge.train.run_folder import RunFolder
 from tests.raising import coded, raises
@@ -77,7 +77,7 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
     config = make(**(SIZES | {"steps": 22, "checkpoint_every": 4}), recipe="fp8-row", layers=1)
     assert loop.run(config) == 0
     run = Path(config.output)
-    real, taken = stretch.stretch, []
+    real, taken = probe.run_probe, []
 
     def killed_in_the_third(trainer, *given, **more):
         taken.append(len(taken))
@@ -85,7 +85,7 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
             signal.raise_signal(signal.SIGTERM)
         return real(trainer, *given, **more)
 
-    monkeypatch.setattr(stretch, "stretch", killed_in_the_third)
+    monkeypatch.setattr(probe, "run_probe", killed_in_the_third)
     assert main(["debug", str(run), "--at", "4", "--steps", "18"]) == 75
     assert "the same command goes on from there" in capsys.readouterr().err
     rungs = json.loads((run / "debug-4.json").read_text())["rungs"]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop, place
+from narrowgauge.train import checkpoint_ref, loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from narrowgauge.train.model import build
@@ -122,15 +122,15 @@ def test_the_trained_model_is_written_as_an_ordinary_one(make):
 def test_a_branch_carries_the_step_over_and_may_leave_it(make, tmp_path):
     config = make("parent", recipe="bf16", embedding_codes="int4", steps=6, checkpoint_every=3)
     assert loop.run(config) == 0
-    same = place.branched(f"{config.output}@3", str(tmp_path / "same"))
+    same = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "same"))
     assert same.embedding_codes == "int4" and loop.run(same) == 0
     assert tiny.losses(tmp_path / "same") == {
         step: loss for step, loss in tiny.losses(Path(config.output)).items() if step > 3
     }
-    wide = place.branched(f"{config.output}@3", str(tmp_path / "wide"), recipe="none")
+    wide = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "wide"), recipe="none")
     assert wide.embedding_codes == "" and loop.run(wide) == 0
     assert not step_of(tmp_path / "wide")
-    narrower = place.branched(f"{config.output}@3", str(tmp_path / "int8"), embedding_codes="int8")
+    narrower = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "int8"), embedding_codes="int8")
     assert loop.run(narrower) == 0
     assert float(step_of(tmp_path / "int8")["model.embed_tokens.steps.w"]) != 0
 

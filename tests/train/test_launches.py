@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.diagnose import gpu_idle
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import launches, loop, trainer
+from narrowgauge.train import launches, loop, passes, trainer
 from tests.raising import raises
 from tests.test_cuda_graphs import Recorder
 from tests.train.tiny import events, losses, settings
@@ -50,8 +50,8 @@ def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
 
 def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
     calls = []
-    real = trainer.read
-    monkeypatch.setattr(trainer, "read", lambda readings: calls.append(readings.shape) or real(readings))
+    real = passes.read
+    monkeypatch.setattr(passes, "read", lambda readings: calls.append(readings.shape) or real(readings))
     loop.run(settings(text, tmp_path / "run", micro_batches=2))
     assert calls == [(3,)] * 6  # the loss of each micro-batch, and the norm
 
@@ -124,7 +124,7 @@ def test_the_counter_counts_what_was_compiled():
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "bf16"])
 def test_a_step_waits_for_the_device_where_it_reads_and_nowhere_else(text, tmp_path, monkeypatch, recipe, changes):
     """torch.cuda.set_sync_debug_mode("error") from the third step on, but for the one read."""
-    step, read = trainer.Trainer._optimizer_step, trainer.read
+    step, read = trainer.Trainer._optimizer_step, passes.read
 
     def guarded(self):
         torch.cuda.set_sync_debug_mode("error" if self.step >= 2 and self.step != 3 else "default")  # step 4 captures
@@ -142,7 +142,7 @@ def test_a_step_waits_for_the_device_where_it_reads_and_nowhere_else(text, tmp_p
             torch.cuda.set_sync_debug_mode(before)
 
     monkeypatch.setattr(trainer.Trainer, "_optimizer_step", guarded)
-    monkeypatch.setattr(trainer, "read", reading)
+    monkeypatch.setattr(passes, "read", reading)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "steps": 8, "launches_at": 0}
     loop.run(settings(text, tmp_path / "run", device="cuda", recipe=recipe, **sizes, **changes))
     assert len(losses(tmp_path / "run")) == 8

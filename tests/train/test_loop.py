@@ -24,7 +24,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import PRECISIONS
 from narrowgauge.report.groups import identity
 from narrowgauge.report.run_data import read_alone
-from narrowgauge.train import device, loop
+from narrowgauge.train import assembly, device, loop
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
@@ -52,14 +52,14 @@ def installed(monkeypatch):
     """installed(do): calls do(model) on each model that a run builds."""
 
     def install(do):
-        real = trainer_module.build
+        real = assembly.build
 
         def build(*arguments):
             model = real(*arguments)
             do(model)
             return model
 
-        monkeypatch.setattr(trainer_module, "build", build)
+        monkeypatch.setattr(assembly, "build", build)
 
     return install
 

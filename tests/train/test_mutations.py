@@ -82,21 +82,23 @@ def resumed(config, task, trainer: Trainer | None = None) -> Trainer:
     with MetricsLog(folder.metrics) as log:
         if trainer is None:
             return Trainer(config, folder, task, log)
-        trainer.folder, trainer.log, trainer.best = folder, log, Best(folder.best, task.best)
-        trainer._resume()
+        trainer.checkpoints.folder, trainer.checkpoints.best = folder, Best(folder.best, task.best)
+        trainer.checkpoints.resume(trainer.counters, trainer.plugins, log)
         return trainer
 
 
 def looks_possible(trainer: Trainer) -> None:
-    assert 0 <= trainer.trained_s < math.inf and trainer.skipped_steps >= 0 and trainer.step == 3
-    assert trainer.best.step in (0, 1, 2, 3) and (trainer.best.step == 0 or math.isfinite(trainer.best.value))
+    assert 0 <= trainer.counters.trained_s < math.inf and trainer.counters.skipped_steps >= 0 and trainer.step == 3
+    assert trainer.checkpoints.best.step in (0, 1, 2, 3) and (
+        trainer.checkpoints.best.step == 0 or math.isfinite(trainer.checkpoints.best.value)
+    )
     for tensor in trainer.model.state_dict().values():
         assert tensor.isfinite().all() and (tensor.dtype == torch.int64) <= bool((tensor >= 0).all())
     for group in trainer.optimizer.param_groups:
         assert group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 and group["weight_decay"] in (0.1, 0.0)
     for state in trainer.optimizer.state.values():
         assert float(state["step"]) == 3 and float(state["exp_avg_sq"].min()) >= 0
-    assert 0 < trainer.scaler.get_scale() < math.inf
+    assert 0 < trainer.passes.scaler.get_scale() < math.inf
 
 
 @pytest.mark.parametrize("count", quick([COUNT // 5], [COUNT // 5, COUNT]))

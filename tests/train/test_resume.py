@@ -24,7 +24,7 @@ from narrowgauge.errors import CheckpointError, ConfigError, DataError, StorageE
 from narrowgauge.train import loop, run_metadata
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
-from narrowgauge.train.trainer import Trainer
+from narrowgauge.train.run_checkpoints import RunCheckpoints
 from tests.processes import PYTHON, ROOT
 from tests.raising import raises
 from tests.selection import quick
@@ -284,10 +284,12 @@ def test_a_checkpoint_of_another_run_is_refused(copy, change, words):
 def test_a_checkpoint_of_before_the_keep_list_resumes_with_none(make, monkeypatch):
     """Then norms were bfloat16 under bf16-o2, and neither the checkpoint nor config.toml said anything of it."""
     plain = make("plain", precision="bf16-o2", keep_float32="none", steps=2)
-    own = Trainer._numeric_settings
+    own = RunCheckpoints._numeric_settings
     with monkeypatch.context() as patch:
         said = ("keep_float32", "loss")
-        patch.setattr(Trainer, "_numeric_settings", lambda self: {k: v for k, v in own(self).items() if k not in said})
+        patch.setattr(
+            RunCheckpoints, "_numeric_settings", lambda self: {k: v for k, v in own(self).items() if k not in said}
+        )
         assert loop.run(plain) == 0
     config = Path(plain.output, "config.toml")
     config.write_text(config.read_text("utf-8").replace('keep_float32 = "none"', ""), "utf-8")

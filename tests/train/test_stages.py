@@ -15,7 +15,7 @@ import transformers
 
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop
+from narrowgauge.train import assembly, loop
 from narrowgauge.train.config.settings import TrainConfig, replace
 from narrowgauge.train.parallel.pipeline import SCHEDULES
 from narrowgauge.train.parallel.stages import Absent, Cut, remove, view
@@ -193,10 +193,10 @@ def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ran
 def observed(config):
     """The exit code of this rank, what it counted, and which parameters of the whole model were alive while it trained."""
     found, alive, refs = {}, [], {}
-    built, train = Trainer._built, Trainer.train
+    built, train = assembly.built, Trainer.train
 
-    def noted(trainer, *given):
-        model = built(trainer, *given)
+    def noted(*given):
+        model = built(*given)
         refs.update({name: weakref.ref(parameter) for name, parameter in model.named_parameters()})
         return model
 
@@ -209,11 +209,11 @@ def observed(config):
         finally:
             found.update(trainer.parallel.agreements[0].bytes_sent)
 
-    Trainer._built, Trainer.train = noted, observing
+    assembly.built, Trainer.train = noted, observing
     try:
         return trained(config), found, alive
     finally:
-        Trainer._built, Trainer.train = built, train
+        assembly.built, Trainer.train = built, train
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from narrowgauge.errors import DriftError
-from narrowgauge.train import loop, trainer
+from narrowgauge.train import assembly, loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.parallel import digest
@@ -188,7 +188,7 @@ def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(rank
 
 def _other_model(config):
     """Rank 1 builds a model of which one weight is another."""
-    real = trainer.build
+    real = assembly.build
 
     def build(*given):
         model = real(*given)
@@ -197,11 +197,11 @@ def _other_model(config):
                 model.model.layers[0].mlp.up_proj.weight[40, 5] += 1
         return model
 
-    trainer.build = build
+    assembly.build = build
     try:
         return trained(config)
     finally:
-        trainer.build = real
+        assembly.build = real
 
 
 @pytest.mark.slow

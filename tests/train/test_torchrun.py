@@ -30,6 +30,7 @@ from narrowgauge.train.parallel import ranks as ranks_module
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.trainer import Trainer
+from narrowgauge.train.validation import Validation
 from tests.processes import PYTHON, ROOT, run
 from tests.raising import coded, raises
 from tests.selection import quick
@@ -188,12 +189,12 @@ def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):
 
 def counted(config):
     """The exit code of this rank, and how many batches it evaluated."""
-    real, calls = Trainer._score, []
-    Trainer._score = lambda trainer, batch: calls.append(0) or real(trainer, batch)
+    real, calls = Validation._score, []
+    Validation._score = lambda validation, batch: calls.append(0) or real(validation, batch)
     try:
         return trained(config), len(calls)
     finally:
-        Trainer._score = real
+        Validation._score = real
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))

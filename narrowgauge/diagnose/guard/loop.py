@@ -45,11 +45,9 @@ from torch import nn
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.diagnose.format_text import size
-from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.guard.audit import STEPS as AUDITED
 from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.batches import Kept
-from narrowgauge.diagnose.guard.bytes_apart import refuse_room
 from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
@@ -61,6 +59,8 @@ from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.rng import generators, set_generators
+from narrowgauge.snapshot.bytes_apart import refuse_room
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
-from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
+from narrowgauge.ops.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.structure import is_weight
@@ -298,7 +298,7 @@ def _impossible_generators(tree: Any) -> Iterator[str]:
 
 
 def _bytes(value: Any) -> str:
-    size = torch.get_rng_state().numel()
+    size = cpu_state_bytes()
     is_right = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 1 and len(value) in (16, size)
     return "" if is_right else f" = {shown(value)} is not the state of a generator, uint8 [{size}], or [16] on CUDA"
 

@@ -22,9 +22,9 @@ import torch
 from narrowgauge import storage
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.format_text import duration, signed
-from narrowgauge.diagnose.generators import generators, set_generators
 from narrowgauge.diagnose.runs import encode, numbers
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim import precision as precisions
 from narrowgauge.storage import reading
 from narrowgauge.train.config.settings import WRITING

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose.generators import seed_all
 from narrowgauge.errors import ConfigError, DataError, closest
+from narrowgauge.ops.rng import seed_all
 
 INSTALL = (
     "narrowgauge evaluate --tasks needs the packages 'lm-eval' and 'pyyaml'. Run: pip install 'narrowgauge[evaluate]'."

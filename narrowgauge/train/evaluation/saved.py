@@ -20,13 +20,13 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
-from narrowgauge.train import guard_before
+from narrowgauge.train import guard_state
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.loop import prepare
-from narrowgauge.train.model import build, stages
+from narrowgauge.train.model import build, recipe_switches
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.scoring import narrow_forward
 from narrowgauge.train.tasks import TrainTask
@@ -109,9 +109,11 @@ class SavedRun:
         model = build(self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None)
         # Include a guard's switch: without it, a widened run was scored in its old recipe (loss
         # 5.6745 instead of 5.6721).
-        for stage in guard_before.with_given(stages(self.config, model), model, self.config, self._facts(found)):
-            if stage.step <= found.step:
-                stage.apply(model)
+        for switch in guard_state.with_given(
+            recipe_switches(self.config, model), model, self.config, self._facts(found)
+        ):
+            if switch.step <= found.step:
+                switch.apply(model)
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})
         own = model.state_dict()
         learnt = [name for name in own if name not in saved and not is_weight(name)]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from narrowgauge.conversion import suspended
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.ops import rng
 from narrowgauge.train.loss import NO_CACHE
 
 PROBE = 8  # tokens of the test batch
@@ -155,7 +156,7 @@ class Cut:
                 context,
                 suspended(model),
                 torch.no_grad(),
-                torch.random.fork_rng(devices=[table.device] if table.is_cuda else []),
+                rng.preserved([table.device] if table.is_cuda else []),
             ):
                 # Same seed for both passes, so that dropout draws the same masks.
                 torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops import rng
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.moments import Moment
@@ -165,12 +165,8 @@ def refuse(config: TrainConfig) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Restores Python's and torch's random generators, which building a model seeds."""
-    python = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
+    with rng.preserved(), rng.python_preserved():
+        yield
 
 
 def _as_json(found: Forecast) -> dict[str, Any]:

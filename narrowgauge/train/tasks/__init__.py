@@ -10,10 +10,10 @@ from narrowgauge.train.tasks.images import ImageTask
 from narrowgauge.train.tasks.questions import QuestionsTask
 from narrowgauge.train.tasks.regression import RegressionTask
 from narrowgauge.train.tasks.tagging import TaggingTask
-from narrowgauge.train.tasks.task import TrainTask
+from narrowgauge.train.tasks.task import StepBatch, TrainTask
 from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask, TextTask
 
-__all__ = ["TASKS", "TrainTask"]
+__all__ = ["TASKS", "StepBatch", "TrainTask"]
 
 TASKS: dict[str, type[TrainTask]] = {
     task.name: task

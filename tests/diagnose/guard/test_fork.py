@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.diagnose.guard import bytes_apart
 from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
+from narrowgauge.snapshot import bytes_apart
 from tests.compare import assert_same
 from tests.raising import raises
 from tests.selection import quick

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.diagnose.guard import bytes_apart
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.ops.registry import Device
+from narrowgauge.snapshot import bytes_apart
 from tests.compare import assert_same
 from tests.processes import PYTHON, run
 from tests.raising import coded, raises

@@ -12,11 +12,11 @@ import torch
 from narrowgauge import cli
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.train import blame_checkpoint, loop
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
-from narrowgauge.train.place import Place
 from tests.raising import raises
 from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
@@ -111,7 +111,7 @@ def test_a_saved_run_computes_with_its_own_threads(run, monkeypatch):
     )
     evaluate(run, Asked(device="cpu"))
     monkeypatch.setattr(blame_checkpoint, "blame_run", lambda *given, **named: seen.append(torch.get_num_threads()))
-    blame_checkpoint.blame_checkpoint(Place(run))
+    blame_checkpoint.blame_checkpoint(CheckpointRef(run))
     assert seen == [before + 1] * 2 and torch.get_num_threads() == before
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.distributed.generators import seed_of
+from narrowgauge.ops.rng import seed_of
 
 
 def test_a_device_without_an_index_is_the_current_gpu(monkeypatch):

@@ -17,7 +17,7 @@ from narrowgauge.ops.registry import Device
 from narrowgauge.optim import backends
 from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.plan.trace import recording
-from narrowgauge.train import loop, pending, step
+from narrowgauge.train import deferred, loop, step
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.config.settings import replace, resolved
 from tests.selection import quick
@@ -84,8 +84,8 @@ def test_a_run_that_is_read_late_is_the_run(make, late, settings):
 def test_numbers_are_read_where_they_are_told(make, late, monkeypatch):
     late()
     counts = []
-    real = pending.Pending.read
-    monkeypatch.setattr(pending.Pending, "read", lambda self: counts.append(self.steps[-1].number) or real(self))
+    real = deferred.StepQueue.read
+    monkeypatch.setattr(deferred.StepQueue, "read", lambda self: counts.append(self.steps[-1].number) or real(self))
     config = make(recipe="bf16", steps=9, log_every=4, eval_every=6, checkpoint_every=7)
     assert loop.run(config) == 0
     assert counts == [4, 6, 7, 8, 9]
@@ -187,7 +187,7 @@ def test_a_step_looks_at_no_tensor(make, states):
     looks, readings = [], []
     with recording(HOPPER), Looks() as mode:
         built = source(config).builder()()
-        decision = pending.Decision(torch.device("cpu"), 1, scales=False, most=20, skipped=0)
+        decision = deferred.SkipFlags(torch.device("cpu"), 1, scales=False, most=20, skipped=0)
         with pytest.MonkeyPatch.context() as patch:
             real = step.update
             patch.setattr(step, "update", lambda *call: real(*call, decision))

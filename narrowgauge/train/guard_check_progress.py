@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Running:
+class CheckProgress:
     """A guard check in progress.
 
     begun      step of the run before the check
@@ -49,12 +49,12 @@ class Running:
     def facts(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Contents for a checkpoint.
 
-        terms  the settings and batches that the losses depend on (`guard_before.terms`)
+        terms  the settings and batches that the losses depend on (`guard_state.terms`)
         """
         return {**asdict(self), "terms": terms}
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], terms: dict[str, Any]) -> Running | None:
+    def of(cls, facts: Mapping[str, Any], terms: dict[str, Any]) -> CheckProgress | None:
         """Rebuilds a check from a checkpoint; None if the run continues under other terms."""
         known = dict(facts)
         # Under other settings or batches, the BF16 steps are no reference for the run.

@@ -14,12 +14,12 @@ from narrowgauge.diagnose.guard.fork import NAME, refuse_room
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state
+from narrowgauge.train.checkpoint_ref import NUMBERS, STEPS
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.model import Stage, chosen_recipe, with_stage
+from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.place import NUMBERS, STEPS
-from narrowgauge.train.watch import Watch
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -35,12 +35,14 @@ def known_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         return decode(facts[KEY])
 
 
-def with_given(stages: list[Stage], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]) -> list[Stage]:
+def with_given(
+    switches: list[RecipeSwitch], model: nn.Module, config: TrainConfig, facts: Mapping[str, Any]
+) -> list[RecipeSwitch]:
     """The recipe switches of a run, including a guard's switch to a recipe of higher precision."""
     if (switched := known_of(facts).get("switched")) is None:
-        return stages
+        return switches
     step, name = switched
-    return with_stage(stages, model, chosen_recipe(config, name), step, f"guard: {name}@{step}")
+    return with_switch(switches, model, chosen_recipe(config, name), step, f"guard: {name}@{step}")
 
 
 def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
     return {"run": of_run, "left_out": trainer.feed.left_out, "every": settings.every, "steps": settings.steps}
 
 
-class Unguarded(Watch):
+class Unguarded(Callback):
     """A run without a guard that may have had one before.
 
     It keeps the recipe of higher precision that the guard gave it.
@@ -65,7 +67,7 @@ class Unguarded(Watch):
         self.trainer = trainer
         self._before: dict[str, Any] = {}
 
-    def prepare(self, facts: Mapping[str, Any]) -> None:
+    def before_load(self, facts: Mapping[str, Any]) -> None:
         known = known_of(facts)
         if known.get("wide"):
             raise ConfigError(
@@ -74,10 +76,11 @@ class Unguarded(Watch):
                 code="guard.left-in-bf16",
             )
         if known.get("switched") is not None:
-            self.trainer.stages = with_given(self.trainer.stages, self.trainer.model, self.trainer.config, facts)
+            trainer = self.trainer
+            trainer.switch_recipes(with_given(list(trainer.switches), trainer.model, trainer.config, facts))
             self._before = {KEY: facts[KEY]}
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return self._before
 
 

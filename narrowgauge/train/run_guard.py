@@ -2,7 +2,7 @@
 
     after step k      copy the state; run `steps` steps in BF16 (at the first check and every fourth
                       a second time, summed in another order, as a control); restore the state; the
-                      run continues as if nothing had happened (`stretch`)
+                      run continues as if nothing had happened (`probe`)
     step k + steps    compare the mean losses of both over the second half; add the difference to
                       `Evidence`; log a `guard` event
 
@@ -47,19 +47,18 @@ from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.blamed import STEPS, blame_run
+from narrowgauge.train.callback import Callback
 from narrowgauge.train.console import Console, clock, tell
-from narrowgauge.train.guard_before import KEY, Unguarded, known_of, place_of_copy, terms
-from narrowgauge.train.model import Stage, chosen_recipe, with_stage
-from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.running_check import FirstStep, Running
-from narrowgauge.train.stretch import Stretch, taken, undone
-from narrowgauge.train.watch import Watch
+from narrowgauge.train.guard_check_progress import CheckProgress, FirstStep
+from narrowgauge.train.guard_state import KEY, Unguarded, known_of, place_of_copy, terms
+from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
+from narrowgauge.train.probe import ProbeResult, rolled_back, take_steps
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
 
 
-class Guard(Watch):
+class Guard(Callback):
     """Guard of one run.
 
     settings       parsed setting `guard`
@@ -81,7 +80,7 @@ class Guard(Watch):
         self.trainer, self.settings = trainer, settings
         self.evidence = settings.evidence()
         self.known: Verdict | None = None
-        self.running: Running | None = None
+        self.running: CheckProgress | None = None
         self.first: FirstStep | None = None
         self.audit: Audit | None = None
         self.switched: tuple[int, str] | None = None
@@ -104,7 +103,7 @@ class Guard(Watch):
             )
         if self.settings.recipe:
             try:
-                self._stages(0, self.settings.recipe)
+                self._switches(0, self.settings.recipe)
             except ConfigError as error:
                 raise ConfigError(
                     f"guard = {config.guard!r}: then = {self.settings.then!r}: {error} Beside recipes there are 'warn' and 'stay'.",
@@ -120,17 +119,17 @@ class Guard(Watch):
         if not own or (self.switched is not None and settings.then == "bf16" and not self._codes):
             return False
         start = own[-1]
-        for stage in self.trainer.stages:
+        for switch in self.trainer.switches:
             # A recipe switch inside the check would compare different recipes: start the check at
             # the switch.
-            if start < stage.step <= start + settings.steps:
-                start = stage.step
+            if start < switch.step <= start + settings.steps:
+                start = switch.step
         return start == step and step + settings.steps <= config.steps
 
     def _ends_after(self, step: int) -> bool:
         return self.running is not None and step == self.running.begun + self.settings.steps
 
-    def reads_after(self, number: int) -> bool:
+    def must_read_after(self, number: int) -> bool:
         return self._begins_after(number) or self._ends_after(number)
 
     # --- a check
@@ -146,21 +145,23 @@ class Guard(Watch):
         show.say(
             f"step {trainer.step}: guard: {plural(steps, 'step')} in BF16 from here{', twice' if again else ''}{self._duration(again)}"
         )
-        with undone(trainer, self.where):
+        with rolled_back(trainer, self.where):
             with FirstGradients(trainer.model, trainer.optimizer) as gradients:
-                wide = taken(trainer, steps)
+                wide = take_steps(trainer, steps)
             self._count(wide)
             if not wide.ended and not wide.lost and self.settings.keeps_reference:
                 # Save the end of the reference as a checkpoint rather than a copy in memory: it may
                 # become the run, so it must survive a kill during the check.
-                checkpoints.save(self.kept, trainer.step, *trainer.collected(), 1, trainer.ranks)
+                trainer.checkpoints.write(self.kept, trainer.step, *trainer.collected(), 1)
         # A stopped reference is dropped: the resumed run starts the check again.
         if wide.ended:
             return
-        running = Running(trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.trained_s)
+        running = CheckProgress(
+            trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.counters.trained_s
+        )
         if again and not wide.lost:
-            with undone(trainer, self.where):
-                control = taken(trainer, steps, other_order=True)
+            with rolled_back(trainer, self.where):
+                control = take_steps(trainer, steps, other_order=True)
                 self._count(control)
             if control.ended:
                 return
@@ -168,16 +169,16 @@ class Guard(Watch):
         self.running, self.first = running, FirstStep(trainer, gradients.samples, wide.steps)
         self._be_wide(False)  # a run that stays in BF16 tries its own recipe again
 
-    def _count(self, found: Stretch) -> None:
+    def _count(self, found: ProbeResult) -> None:
         self.stretch_steps += len(found.steps)
         self.stretch_s += found.spent_s
 
     def _duration(self, again: bool) -> str:
         trainer = self.trainer
-        spent_s = trainer.trained_s / trainer.step * self.settings.steps * (1 + again)
+        spent_s = trainer.counters.trained_s / trainer.step * self.settings.steps * (1 + again)
         return f", about {clock(spent_s)}"
 
-    def saw(self, number: int, loss: float, grad_norm: float) -> None:
+    def on_step(self, number: int, loss: float, grad_norm: float) -> None:
         if number == len(self.evidence.first) + 1 and number <= ENDS:
             self.evidence.first.append(loss)
         if self.running is not None and number > self.running.begun:
@@ -240,7 +241,7 @@ class Guard(Watch):
 
     # --- the reference becomes the run
 
-    def _become(self, running: Running, show: Console) -> None:
+    def _become(self, running: CheckProgress, show: Console) -> None:
         """Replaces the run's state and logged steps by the BF16 reference.
 
         The run then continues in BF16 or in the recipe that `then` names. If the checkpoint in
@@ -248,9 +249,7 @@ class Guard(Watch):
         """
         trainer = self.trainer
         try:
-            found, _ = checkpoints.newest_valid(
-                self.kept, lambda found: None, trainer.model, trainer.optimizer, trainer.ranks, trainer.numbers
-            )
+            found = trainer.checkpoints.newest(self.kept)
             why = (
                 ""
                 if found is not None and found.step == trainer.step
@@ -261,29 +260,17 @@ class Guard(Watch):
         if found is None or why:
             show.say(f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps.")
         else:
-            trainer.take_up(found)
+            trainer.load_checkpoint(found)
             self.stretch_steps -= len(running.wide)
-            if trainer.decision is not None:
-                trainer.decision = trainer.new_decision()
-            self._log_reference(running)
+            trainer.replace_steps(running.begun, running.wide, running.trained_s, running.spent_s, "guard")
         if self.settings.recipe:
             self.switched = (trainer.step, self.settings.recipe)
-            trainer.stages = self._stages(*self.switched)
+            trainer.switch_recipes(self._switches(*self.switched))
             first, trivial = self.evidence.first, self.evidence.trivial
             self.evidence = self.settings.evidence()  # earlier checks judged the old recipe
             self.evidence.first, self.evidence.trivial = first, trivial
         else:
             self._be_wide(True)
-
-    def _log_reference(self, running: Running) -> None:
-        """Replaces the run's logged steps of the check by the reference steps, with their time."""
-        trainer, per_step_s = self.trainer, running.spent_s / len(running.wide)
-        trainer.log.write("rewind", running.begun, steps=len(running.wide), why="guard")
-        trainer.trained_s = running.trained_s
-        for number, each in enumerate(running.wide, running.begun + 1):
-            trainer.trained_s += per_step_s
-            clocks = {"tokens_per_s": each["inputs"] / per_step_s, "elapsed_s": trainer.trained_s, "peak_bytes": 0}
-            trainer.log.write("step", number, **each, **clocks)
 
     def _be_wide(self, wide: bool) -> None:
         if wide and not self.is_wide:
@@ -292,7 +279,7 @@ class Guard(Watch):
             self._wide.close()
         self.is_wide = wide
 
-    def _stages(self, after: int, name: str) -> list[Stage]:
+    def _switches(self, after: int, name: str) -> list[RecipeSwitch]:
         """The run's recipe switches, plus one to the recipe that `then` names, for all layers.
 
         after  step before the switch
@@ -300,11 +287,11 @@ class Guard(Watch):
         """
         trainer = self.trainer
         recipe = chosen_recipe(trainer.config, name)
-        return with_stage(trainer.stages, trainer.model, recipe, after, f"guard: {name}@{after}")
+        return with_switch(list(trainer.switches), trainer.model, recipe, after, f"guard: {name}@{after}")
 
     # --- checkpoints
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """State of the guard for a checkpoint.
 
         Encoded as text: a diverged reference has infinite losses, which plain JSON cannot hold.
@@ -318,11 +305,11 @@ class Guard(Watch):
         }  # fmt: skip
         return {KEY: encode(known)}
 
-    def prepare(self, facts: Mapping[str, Any]) -> None:
+    def before_load(self, facts: Mapping[str, Any]) -> None:
         if (switched := known_of(facts).get("switched")) is not None:
-            self.trainer.stages = self._stages(*switched)
+            self.trainer.switch_recipes(self._switches(*switched))
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def on_load(self, facts: Mapping[str, Any]) -> None:
         if self.first is not None:
             self.first.close()
         if self.audit is not None:
@@ -338,13 +325,13 @@ class Guard(Watch):
         self.known = self.evidence.verdict() if self.evidence.checks else None
         self._be_wide(known["wide"])
         if known["running"]:
-            self.running = Running.of(known["running"], terms(self.trainer, self.settings))
+            self.running = CheckProgress.of(known["running"], terms(self.trainer, self.settings))
         if known["running"] and self.running is None:
             tell(
                 "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
             )
 
-    def saved(self) -> None:
+    def on_saved(self) -> None:
         """Removes RUN/guard after a checkpoint of the run, unless a check is in progress."""
         if self.running is None and self.trainer.ranks.is_first and self.kept.exists():
             with storage.refusals("remove", self.kept):
@@ -352,7 +339,7 @@ class Guard(Watch):
 
     # --- console messages
 
-    def announce(self, show: Console) -> None:
+    def on_start(self, show: Console) -> None:
         """Prints the schedule and the cost of the guard.
 
         Raises StorageError if a copy of the state has no space.
@@ -393,7 +380,7 @@ class Guard(Watch):
         member = lineage.read(self.trainer.folder.path)
         return {"trivial": trivial_of(member.run).get("loss"), "first": lineage.whole_curve(member)[:ENDS]}
 
-    def last_words(self) -> str:
+    def summary(self) -> str:
         done, steps = len(self.verdicts), self.trainer.step
         if self.known is None or not done:
             return "Guard: no check has ended."
@@ -403,6 +390,7 @@ class Guard(Watch):
         return f"Guard: {self.known.sentence} {plural(done, 'check')}{said}; {cost}."
 
 
-def watch_of(trainer: Trainer) -> Watch:
+def plugin(trainer: Trainer) -> Callback:
+    """The guard of a run, or a stand-in that keeps the recipe of an earlier guard."""
     settings = parse(trainer.config.guard)
     return Unguarded(trainer) if settings is None else Guard(trainer, settings)

@@ -8,25 +8,24 @@ decide about updates that the host has not seen:
     halted      a fatal loss or norm: this update and all updates after it are skipped
 
 Deferring never changes a result. When the host reads a fatal step, the weights are still at the
-last good step. `Step` keeps the micro-batches, amax states and RNG counters, so that Trainer can
-repeat the step and name the first non-finite module.
+last good step. `QueuedStep` keeps the micro-batches and a snapshot of low-precision state and
+generators, so that Trainer can repeat the step and name the first non-finite module.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.train.loss import Batch
+from narrowgauge.snapshot import Scope, Snapshot, Training
+from narrowgauge.train.tasks.task import StepBatch
 
 # Limits the micro-batches held in host memory, and the unsettled step counts of the optimizer
 # (`optim.left_out`)
@@ -38,7 +37,7 @@ def waits(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Decision:
+class SkipFlags:
     """Device-side flags that skip or halt optimizer updates; identical on all ranks.
 
     halted     0-d float32, 0 or 1: the run ends, and no further update is applied
@@ -89,60 +88,47 @@ class Decision:
 
 
 @dataclass
-class Step:
+class QueuedStep:
     """A step that was queued on the device and not read yet.
 
     readings       1-d tensor on the device: losses of the micro-batches, then the gradient norm
     numbers        further fields of its step event
-    inputs         tokens that the model read
-    micro_batches  its batches, on the host
-    windows        amax states before the step, concatenated; None without delayed scaling
-    agreements     steps counted by each rank agreement before the step, for repeating it
+    drawn          its batches, on the host
+    before         snapshot from before the step, for repeating it (scope REPLAY)
     """
 
     number: int
     readings: Tensor
     numbers: dict[str, Any]
-    inputs: int
-    micro_batches: list[Batch]
-    windows: Tensor | None
-    agreements: list[int]
+    drawn: StepBatch
+    before: Snapshot
 
 
 @dataclass
-class Pending:
-    """Queue of unread steps, and references to the amax states of the model."""
+class StepQueue:
+    """Queue of unread steps.
 
-    steps: list[Step] = field(default_factory=list)
+    Each step has a snapshot from before its forward pass. The tensors of these snapshots are found
+    once and stay the same until a layer gets another recipe.
+    """
+
+    steps: list[QueuedStep] = field(default_factory=list)
     started_at_s: float = 0.0
-    _live: list[Tensor] | None = None
+    _newest: Snapshot | None = None
 
     def begin(self) -> None:
         if not self.steps:
             self.started_at_s = time.monotonic()
 
-    def forget_windows(self) -> None:
-        """Drops the cached amax states: layers have other recipes now."""
-        self._live = None
+    def forget(self) -> None:
+        """Drops the list of low-precision tensors: layers have other recipes now."""
+        self._newest = None
 
-    def windows(self, model: nn.Module) -> Tensor | None:
-        """Copies the current amax states into one device tensor.
-
-        Returns None without delayed scaling.
-        """
-        if self._live is None:
-            self._live = [each.live for each in model.modules() if isinstance(each, AmaxHistory)]
-        return torch.cat(self._live) if self._live else None
-
-    @torch.no_grad()
-    def put_back(self, step: Step, agreements: Iterable[Any]) -> None:
-        """Restores the amax states and rank agreements from before a step."""
-        if step.windows is not None and self._live is not None:
-            # All amax states have one size (12 bytes), so equal splits undo the concatenation of
-            # `windows`.
-            torch._foreach_copy_(self._live, list(step.windows.split(self._live[0].numel())))
-        for each, before in zip(agreements, step.agreements, strict=True):
-            each.step, each.micro_batch = before, 0
+    def snapshot(self, training: Training) -> Snapshot:
+        """Copies on the device what a repetition of the next step needs."""
+        newest = self._newest
+        self._newest = Snapshot.take(training, Scope.REPLAY) if newest is None else newest.taken_again()
+        return self._newest
 
     def read(self) -> list[list[float]]:
         """Waits for the device.

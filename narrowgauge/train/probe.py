@@ -1,22 +1,22 @@
 """Probe: N optimizer steps from the run's state on the coming batches, then an exact rollback.
 
-    with undone(trainer):                                  saves the state, and restores it at the
-                                                           end, even after an error
-        wide = taken(trainer, 100)                         N steps in BF16 (`suspended`)
-    with undone(trainer):
-        again = taken(trainer, 100, other_order=True)      the same in another order of summation,
-                                                           as a control
+    with rolled_back(trainer):                     saves the state, and restores it at the end, even
+                                                   after an error
+        wide = take_steps(trainer, 100)            N steps in BF16 (`suspended`)
+    with rolled_back(trainer):
+        again = take_steps(trainer, 100, other_order=True)
+                                                   the same in another order of summation, as a
+                                                   control
     change = lambda model: switched(model, "bf16", "layers.1.down_proj", ["grad_weight"])
-    found = stretch(trainer, 100, change)                  save, N steps under another change of the
-                                                           model, restore
+    found = run_probe(trainer, 100, change)        save, N steps under another change of the model,
+                                                   restore
 
 Each step is a step of the run: same batch, learning rate, clipping and loss scale. Nothing is
-logged. `Fork` restores weights, optimizer, recipe state, loss scale and generators. The position in
-the data, rank agreements and the count of skipped steps are restored here. Unread steps of a GPU
-(`pending`) must be read before.
+logged. `Snapshot` copies and restores the state of the run. Unread steps of a GPU (`deferred`) must
+be read before.
 
-A probe ends early at a non-finite loss or norm, as the run would (`Stretch.lost`), and at a stop
-request.
+A probe ends early at a stop request, and at a non-finite loss or norm, as the run would
+(`ProbeResult.lost`).
 
 The control sums gradients over halves of the micro-batches. With compiled shapes, pipeline stages,
 steps in backward or dropout, it moves weights by one unit in the last place instead (`nudge`).
@@ -26,12 +26,10 @@ dropout masks fell on other rows, with losses up to 0.003 nats apart.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +39,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
-from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.train import launches, step, stepping
-from narrowgauge.train.loss import Batch, learning_rate
-from narrowgauge.train.parallel.step import agreed, targets_of_ranks
-from narrowgauge.train.pending import MOST, fetched
+from narrowgauge.train.deferred import MOST, fetched
+from narrowgauge.train.loss import Batch
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -58,7 +52,7 @@ Change = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass
-class Stretch:
+class ProbeResult:
     """Losses and other results of a probe.
 
     begun    step of the run before the probe
@@ -87,15 +81,15 @@ class Stretch:
         return [each["grad_norm"] for each in self.steps]
 
 
-def stretch(
+def run_probe(
     trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False, where: str | Path = "host"
-) -> Stretch:
+) -> ProbeResult:
     """Runs a probe of N optimizer steps under a change of the model.
 
     Afterwards the state is bit-identical to before.
     """
-    with undone(trainer, where):
-        return taken(trainer, steps, change, other_order=other_order)
+    with rolled_back(trainer, where):
+        return take_steps(trainer, steps, change, other_order=other_order)
 
 
 def refuse(trainer: Trainer, steps: int) -> None:
@@ -112,36 +106,32 @@ def refuse(trainer: Trainer, steps: int) -> None:
             f"a stretch of {steps} steps from step {trainer.step}: the run has {config.steps} steps. Take a shorter one.",
             code="probe.past-end",
         )
-    if trainer.pending is not None and trainer.pending.steps:
+    if trainer.queue is not None and trainer.queue.steps:
         raise ConfigError(
-            f"a stretch from step {trainer.step}: {len(trainer.pending.steps)} steps were launched and not read. Read them first.",
+            f"a stretch from step {trainer.step}: {len(trainer.queue.steps)} steps were launched and not read. Read them first.",
             code="probe.pending",
         )
 
 
 @contextmanager
-def undone(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
+def rolled_back(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
     """Restores, when the block ends or raises, everything that optimizer steps change.
 
-    where  place of the state's copy, as for `Fork`: "host" or a folder
+    where  place of the state's copy, as for `Snapshot`: "host" or a folder
     """
-    before = _Before.of(trainer, where)
-    # The probe reads its own results. With the run's `Decision`, a float16 overflow just before
-    # would skip every step of the probe.
-    trainer.pending = None
-    if trainer.decision is not None:
-        trainer.decision = trainer.new_decision()
-    try:
-        yield
-    finally:
-        before.put_back(trainer)
+    before = trainer.snapshot(where)
+    with trainer.reading_alone():
+        try:
+            yield
+        finally:
+            trainer.restore(before)
 
 
-def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> Stretch:
-    """Runs the steps of a probe without restoring the state. Call it inside `undone`."""
+def take_steps(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> ProbeResult:
+    """Runs the steps of a probe without restoring the state. Call it inside `rolled_back`."""
     refuse(trainer, steps)
     began_at_s = time.monotonic()
-    found, readings = Stretch(trainer.step), list[Tensor]()
+    found, readings = ProbeResult(trainer.step), list[Tensor]()
     in_halves = other_order and _takes_halves(trainer)
     if other_order and not in_halves:
         nudge(trainer.model)
@@ -152,7 +142,7 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
                 break
             readings.append(_step(trainer, number, in_halves, found))
             # Without device flags, each step must be read before the next one: it may be the last.
-            if len(readings) == MOST or trainer.decision is None or number == found.begun + steps:
+            if len(readings) == MOST or trainer.flags is None or number == found.begun + steps:
                 _read(trainer, readings, found)
             if found.lost:
                 break
@@ -162,33 +152,32 @@ def taken(trainer: Trainer, steps: int, change: Change = suspended, *, other_ord
     return found
 
 
-def _step(trainer: Trainer, number: int, in_halves: bool, found: Stretch) -> Tensor:
+def _step(trainer: Trainer, number: int, in_halves: bool, found: ProbeResult) -> Tensor:
     """Runs one step of a probe and returns its losses and norm.
 
     Appends the other fields of its log event to `found.steps`.
     """
-    trainer.ranks.place = f"step {number} of a stretch that does not count"
+    passes = trainer.passes
+    trainer.locate(f"step {number} of a stretch that does not count")
     drawn = trainer.feed.draw(trainer.step)
     found.drawn = number, drawn.examples
-    targets, facts = targets_of_ranks(drawn, number, trainer.stop, trainer.ranks)
+    targets, facts = passes.targets(drawn, number, trainer.stop)
     batches = [half for batch in drawn.batches for half in _halves(batch)] if in_halves else drawn.batches
-    lr = learning_rate(trainer.config, number)
-    launches.set_learning_rate(trainer.optimizer, lr)
-    take = trainer.gradient if trainer.stepping is None else partial(_in_backward, trainer)
+    lr = passes.set_learning_rate(number)
+    take = passes.gradient if passes.in_backward is None else passes.step_in_backward
     readings = take(batches, targets)
     found.steps.append({"lr": lr, "tokens": targets, **facts, "inputs": drawn.inputs})
     # As in Trainer: the device decides, or the host does before the update.
-    if trainer.decision is not None:
-        trainer.decision.see(readings)
-    elif not bool(readings.isfinite().all()) and trainer.scaler is None:
+    if trainer.flags is not None:
+        trainer.flags.see(readings)
+    elif not bool(readings.isfinite().all()) and passes.scaler is None:
         return readings  # the update is skipped here, and `_read` ends the probe at this step
-    advance = partial(trainer.parallel.advance, trainer.model)
-    step.update(trainer.optimizer, trainer.scaler, advance, trainer.decision)
-    trainer.step = number
+    passes.update(trainer.flags)
+    trainer.count_step(number)
     return readings
 
 
-def _read(trainer: Trainer, readings: list[Tensor], found: Stretch) -> None:
+def _read(trainer: Trainer, readings: list[Tensor], found: ProbeResult) -> None:
     """Reads losses and norms of the steps since the last call.
 
     Records the first step that would have ended the run.
@@ -200,33 +189,17 @@ def _read(trainer: Trainer, readings: list[Tensor], found: Stretch) -> None:
     readings.clear()
     norms = []
     for place, size in enumerate(sizes, first):
-        *losses, norm = (numbers.pop(0) for _ in range(size))
-        trainer.ranks.place = f"step {found.begun + place + 1} of a stretch that does not count"
-        loss, norm = agreed(losses, norm, trainer.ranks)
+        trainer.locate(f"step {found.begun + place + 1} of a stretch that does not count")
+        loss, norm = trainer.passes.agreed([numbers.pop(0) for _ in range(size)])
         norms.append(norm)
         found.steps[place] = {"loss": loss, "grad_norm": norm, **found.steps[place]}
         if not found.lost and not trainer.is_fine(loss, norm):
             found.lost = found.begun + place + 1
-    if trainer.decision is not None and isinstance(trainer.optimizer, NarrowOptimizer):
+    if trainer.flags is not None:
         # The device may have skipped updates that the optimizer counted: correct its step counts.
-        trainer.optimizer.settle([not math.isfinite(norm) for norm in norms])
+        trainer.passes.settle(norms)
     if found.lost:
         del found.steps[found.lost - found.begun :]
-
-
-def _in_backward(trainer: Trainer, batches: list[Batch], targets: int) -> Tensor:
-    """Losses and norm of a step whose parameters are updated inside its backward pass."""
-    inside = trainer.stepping
-    assert inside is not None
-
-    def backward() -> Tensor:
-        trainer.parallel.follows(True)
-        return torch.stack([trainer.backward(trainer.objective, batch, targets) for batch in batches])
-
-    losses = stepping.take(inside, backward, lambda _: trainer.repeat_draws())
-    inside.end_step()
-    norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
-    return torch.cat((losses, norm[None]))
 
 
 # Another order of summation
@@ -240,7 +213,7 @@ def _takes_halves(trainer: Trainer) -> bool:
     Under torch.compile, halves would make Dynamo mark shapes as dynamic, which changes the rounding
     of a later evaluation. With dropout, halves would draw other masks.
     """
-    may_cut = trainer.parallel.pipeline is None and trainer.stepping is None and not trainer.config.compile
+    may_cut = trainer.parallel.pipeline is None and trainer.passes.in_backward is None and not trainer.config.compile
     return may_cut and not any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules())
 
 
@@ -256,50 +229,3 @@ def _halves(batch: Batch) -> list[Batch]:
         return [{name: each[part] for name, each in batch.items()} for part in (slice(middle), slice(middle, None))]
     is_first = torch.arange(labels.numel()).view(labels.shape) < labels.numel() // 2
     return [batch | {"labels": labels.where(mask, IGNORED)} for mask in (is_first, ~is_first)]
-
-
-# Snapshot of a run
-
-
-@dataclass
-class _Before:
-    """Snapshot of everything in a Trainer that a step changes.
-
-    fork        copy of the tensors, generators and loss scale
-    place       description of the current step, for messages of ranks
-    position    state of the data feed
-    agreements  (state, micro-batch) of each rank agreement
-    """
-
-    fork: Fork
-    step: int
-    saved_step: int
-    skipped_steps: int
-    place: str
-    position: dict[str, Any]
-    agreements: list[tuple[dict[str, Any], int]]
-    pending: Any
-    decision: Any
-
-    @classmethod
-    def of(cls, trainer: Trainer, where: str | Path) -> _Before:
-        return cls(
-            Fork.take(trainer.model, trainer.optimizer, trainer.scaler, where),
-            trainer.step, trainer.saved_step, trainer.skipped_steps, trainer.ranks.place, trainer.feed.state(),
-            [(each.state_dict(), each.micro_batch) for each in trainer.parallel.agreements], trainer.pending, trainer.decision,
-        )  # fmt: skip
-
-    def put_back(self, trainer: Trainer) -> None:
-        # `Fork` copies no gradients: drop them first.
-        trainer.optimizer.zero_grad()
-        self.fork.restore()
-        trainer.step, trainer.saved_step, trainer.skipped_steps = self.step, self.saved_step, self.skipped_steps
-        trainer.ranks.place = self.place
-        trainer.feed.restore(self.position)
-        for agreement, (counted, micro_batch) in zip(trainer.parallel.agreements, self.agreements, strict=True):
-            agreement.load_state_dict(counted)
-            agreement.micro_batch = micro_batch
-        trainer.pending, trainer.decision = self.pending, self.decision
-        if trainer.pending is not None:
-            # A change inside the block may have replaced amax histories.
-            trainer.pending.forget_windows()

@@ -3,7 +3,7 @@
 The rule that detects a spike is in diagnose/spikes.py.
 
     judge    load the newest checkpoint before the spike, run the same batches up to the spike in
-             BF16, restore the run (`stretch`). If the BF16 loss also lies above its curve there (by
+             BF16, restore the run (`probe`). If the BF16 loss also lies above its curve there (by
              LOSS_WITH_NORM scales), the data are the cause, else the format
     warn     log the cause
     skip     if the data are the cause, rewind to that checkpoint and leave the batch of the spike
@@ -22,7 +22,7 @@ model and of the batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +32,12 @@ from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train import guarded
-from narrowgauge.train.checkpoint.store import Checkpoint
+from narrowgauge.train import run_guard
+from narrowgauge.train.callback import Callback
+from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
-from narrowgauge.train.guard_before import place_of_copy
-from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.stretch import taken, undone
-from narrowgauge.train.watch import Several, Watch
+from narrowgauge.train.guard_state import place_of_copy
+from narrowgauge.train.probe import rolled_back, take_steps
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -69,7 +68,7 @@ class Judgement:
     examples: Sequence[int] = ()
 
 
-class SpikeWatch(Watch):
+class SpikeWatch(Callback):
     """Detects and judges the loss spikes of one run."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -77,19 +76,19 @@ class SpikeWatch(Watch):
         self.rule, self.found = Spikes(), list[Spike]()
         self.where: str | Path = "host"
 
-    def announce(self, show: Console) -> None:
+    def on_start(self, show: Console) -> None:
         self.where = place_of_copy(
             fork_bytes(self.trainer.model, self.trainer.optimizer), self.trainer.folder.path, self.trainer.ranks
         )
 
-    def facts(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {KEY: encode(self.rule.state_dict())}
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def on_load(self, facts: Mapping[str, Any]) -> None:
         self.found = []
         self.rule = _rule_of(facts)
 
-    def saw(self, number: int, loss: float, grad_norm: float) -> None:
+    def on_step(self, number: int, loss: float, grad_norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return  # float16 overflow: the optimizer skipped this step
         if (spike := self.rule.add(number, loss, grad_norm)) is not None:
@@ -98,7 +97,7 @@ class SpikeWatch(Watch):
     def after_step(self, show: Console) -> None:
         trainer = self.trainer
         # Queued steps must be read first: a probe starts from a state that the host knows.
-        if not self.found or (trainer.pending is not None and trainer.pending.steps):
+        if not self.found or (trainer.queue is not None and trainer.queue.steps):
             return
         # A GPU run reads several steps at once, so several spikes may arrive together
         found, self.found = self.found, []
@@ -134,34 +133,22 @@ class SpikeWatch(Watch):
             self._skip(left_out)
         return may_skip
 
-    def _newest(self) -> Checkpoint | None:
-        trainer = self.trainer
-        found, _ = checkpoints.newest_valid(
-            trainer.folder.checkpoints,
-            lambda found: None,
-            trainer.model,
-            trainer.optimizer,
-            trainer.ranks,
-            trainer.numbers,
-        )
-        return found
-
     def _judged(self, spike: Spike) -> Judgement:
         """Runs the batches since the newest checkpoint in BF16 and names the cause of the spike."""
         trainer = self.trainer
-        stages, left_out = [stage.step for stage in trainer.stages], list(trainer.feed.left_out)
-        with undone(trainer, self.where):
+        switches, left_out = [switch.step for switch in trainer.switches], list(trainer.feed.left_out)
+        with rolled_back(trainer, self.where):
             try:
-                found = self._newest()
+                found = self.trainer.checkpoints.newest()
                 if found is None or found.step >= spike.step:
                     return Judgement(UNKNOWN, "there is no checkpoint before it")
-                if any(found.step < step <= spike.step for step in stages):
+                if any(found.step < step <= spike.step for step in switches):
                     return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
-                trainer.take_up(found)
+                trainer.load_checkpoint(found)
                 trainer.feed.leave_out(left_out)  # the batches that the run has skipped since then
             except CheckpointError as error:
                 return Judgement(UNKNOWN, str(error))
-            wide = taken(trainer, spike.step - found.step)
+            wide = take_steps(trainer, spike.step - found.step)
         if wide.ended:
             return Judgement(UNKNOWN, wide.ended, found.step, was_stopped=True)
         rule = _rule_of(found.facts)
@@ -186,23 +173,11 @@ class SpikeWatch(Watch):
 
         A guard check that contained these batches is dropped.
         """
-        trainer, found = self.trainer, self._newest()
+        found = self.trainer.checkpoints.newest()
         assert found is not None  # the judgement used this checkpoint
-        steps = trainer.step - found.step
-        trainer.optimizer.zero_grad()
-        trainer.take_up(found)
-        trainer.feed.leave_out(left_out)
-        # All watches restore, this one included: the rule must forget the steps that are undone.
-        trainer.watch.restore(found.facts)
-        trainer.saved_step = found.step
-        if trainer.decision is not None:
-            # The old flags describe steps that are undone.
-            trainer.decision = trainer.new_decision()
-        if trainer.pending is not None:
-            trainer.pending.forget_windows()
-        trainer.log.write("rewind", found.step, steps=steps, why="spike")
+        self.trainer.rewind(found, left_out, "spike")
 
-    def last_words(self) -> str:
+    def summary(self) -> str:
         """Counts the spikes of the whole run from its log, including those before a resumption."""
         try:
             told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
@@ -248,7 +223,6 @@ def _examples(numbers: Sequence[int]) -> str:
     return f", examples {', '.join(map(str, shown))}{f' and {more} more (metrics.jsonl has all)' if more > 0 else ''}"
 
 
-def watch_of(trainer: Trainer) -> Watch:
-    """Builds the callbacks of a run: its guard, and the spike watch if `on_spike` is set."""
-    guard = guarded.watch_of(trainer)
-    return Several([guard, SpikeWatch(trainer)]) if trainer.config.on_spike else guard
+def plugins(config: TrainConfig) -> list[Callable[[Trainer], Callback]]:
+    """Plugins of a run: its guard, and the spike watch if `on_spike` is set."""
+    return [run_guard.plugin, *([SpikeWatch] if config.on_spike else [])]

@@ -9,12 +9,12 @@ import pytest
 
 from narrowgauge.conversion.switching import switched
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop, stretch
+from narrowgauge.train import loop, probe
 from tests.raising import raises
 from tests.selection import quick
 from tests.train import tiny
+from tests.train.test_deferred import late, seen  # noqa: F401
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
-from tests.train.test_pending import late, seen  # noqa: F401
 
 RUNS = [
     {"recipe": "int4-hq-lss", "micro_batches": 2},
@@ -32,14 +32,14 @@ RUNS = [
 def stretches(before_step):
     """stretches(4, n): before step 4 of a run it takes a stretch of n steps, and a control; returns the list of both."""
 
-    def install(number, steps, change=stretch.suspended):
+    def install(number, steps, change=probe.suspended):
         found = []
 
         def take(trainer):
-            if trainer.pending is not None and trainer.pending.steps:
+            if trainer.queue is not None and trainer.queue.steps:
                 trainer._read(NoConsole())
             for other_order in (False, True):
-                found.append(stretch.stretch(trainer, steps, change, other_order=other_order))
+                found.append(probe.run_probe(trainer, steps, change, other_order=other_order))
 
         before_step(number, take)
         return found

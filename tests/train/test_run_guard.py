@@ -16,14 +16,14 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import guard_before, loop, place, stretch
+from narrowgauge.train import checkpoint_ref, guard_state, loop, probe
 from narrowgauge.train.config.settings import replace
 from tests.raising import coded, raises
 from tests.selection import quick
 from tests.train import tiny
 from tests.train.killed_guard import SICK, hurt
+from tests.train.test_deferred import late  # noqa: F401
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
-from tests.train.test_pending import late  # noqa: F401
 from tests.train.test_torchrun import trained
 
 RUNS = [
@@ -77,9 +77,9 @@ def test_a_run_that_is_put_back_in_the_first_step_of_a_check_has_no_hook_of_it(m
     found = []
 
     def put_back(trainer):
-        guard = trainer.watch
+        [guard] = trainer.plugins.members
         found.append((guard.first is not None, hooks_of(trainer.optimizer)))
-        guard.restore(guard.facts())
+        guard.on_load(guard.state())
         found.append((guard.first is not None, hooks_of(trainer.optimizer)))
 
     before_step(5, put_back)
@@ -248,7 +248,7 @@ def test_a_run_that_is_stopped_in_a_check_goes_on_as_if_it_was_not(
     if where == "run":
         before_step(number, lambda trainer: signal.raise_signal(signal.SIGTERM))
     else:
-        taken, count = stretch._step, []
+        taken, count = probe._step, []
 
         def step(*given):
             count.append(1)
@@ -256,7 +256,7 @@ def test_a_run_that_is_stopped_in_a_check_goes_on_as_if_it_was_not(
                 signal.raise_signal(signal.SIGTERM)
             return taken(*given)
 
-        monkeypatch.setattr(stretch, "_step", step)
+        monkeypatch.setattr(probe, "_step", step)
     assert loop.run(config) == 75
     assert loop.run(replace(config, resume=True)) == 0
     same(config, reference)
@@ -295,7 +295,7 @@ def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(make, bef
     config = make("run", steps=24, checkpoint_every=8, keep=9, guard="every=6,steps=6,margin=50%,then=stay")
     if is_branch:
         assert loop.run(config) == 0
-        config = place.branched(f"{config.output}@8", str(tmp_path / "branch"), learning_rate=3e-2)
+        config = checkpoint_ref.branched(f"{config.output}@8", str(tmp_path / "branch"), learning_rate=3e-2)
         assert loop.run(config) == 0
     else:
         before_step(9, lambda trainer: signal.raise_signal(signal.SIGTERM))
@@ -383,7 +383,7 @@ def test_what_is_refused_before_the_first_step(make, settings, words):
 
 def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeypatch):
     config = make("nowhere", guard="every=2,steps=2")
-    monkeypatch.setattr(guard_before, "refuse_room", refusing("host", "disk"))
+    monkeypatch.setattr(guard_state, "refuse_room", refusing("host", "disk"))
     with pytest.raises(StorageError, match="disk"):
         loop.run(config)
     assert not tiny.losses(Path(config.output))
@@ -393,7 +393,7 @@ def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeyp
 def test_a_copy_goes_to_the_disk_where_the_host_has_no_room(make, monkeypatch, capfd):
     reference, config = make("reference", steps=8), make("disk", steps=8, guard="every=2,steps=2")
     assert loop.run(reference) == 0
-    monkeypatch.setattr(guard_before, "refuse_room", refusing("host"))
+    monkeypatch.setattr(guard_state, "refuse_room", refusing("host"))
     assert loop.run(config) == 0
     same(config, reference)
     assert f"wait in {config.output}, since the host has no room" in capfd.readouterr().err
@@ -465,9 +465,9 @@ def test_an_alarm_of_two_ranks(ranks, make, parallel, then):
 
 
 def trained_sick(config, faults=()):
-    from narrowgauge.train import trainer as trainer_module
+    from narrowgauge.train import assembly
 
-    build = trainer_module.build
+    build = assembly.build
 
     def built(*given):
         model = build(*given)
@@ -475,5 +475,5 @@ def trained_sick(config, faults=()):
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "build", built)
+        patch.setattr(assembly, "build", built)
         return trained(config, faults)

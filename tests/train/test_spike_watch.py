@@ -14,7 +14,7 @@ from narrowgauge.cli import main
 from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop, spiking
+from narrowgauge.train import loop, spike_watch
 from narrowgauge.train.tasks import writing
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
@@ -173,7 +173,7 @@ def test_the_ladder_of_debugging_leaves_out_what_the_run_did(make, corrupt, caps
 
 @pytest.mark.slow
 def test_a_run_that_has_left_out_enough_says_so(make, monkeypatch, corrupt):
-    monkeypatch.setattr(spiking, "MOST_SKIPS", 0)
+    monkeypatch.setattr(spike_watch, "MOST_SKIPS", 0)
     config = make("run", on_spike="skip", **LONG)
     assert loop.run(config) == 0
     [event] = spikes(config)
@@ -184,12 +184,12 @@ def test_a_run_that_has_left_out_enough_says_so(make, monkeypatch, corrupt):
 @pytest.mark.parametrize("cause", ["format", "data"])
 def test_spikes_that_are_read_together_are_all_told(monkeypatch, cause):
     """As on a GPU, whose losses are read every few steps; once the run goes back, later ones have not happened."""
-    trainer = Mock(pending=None, step=100, config=Mock(on_spike="skip"))
+    trainer = Mock(queue=None, step=100, config=Mock(on_spike="skip"))
     trainer.feed.left_out = []
-    watch = spiking.SpikeWatch(trainer)
-    monkeypatch.setattr(watch, "_judged", lambda spike: spiking.Judgement(cause, "", 80, 3.0))
+    watch = spike_watch.SpikeWatch(trainer)
+    monkeypatch.setattr(watch, "_judged", lambda spike: spike_watch.Judgement(cause, "", 80, 3.0))
     monkeypatch.setattr(watch, "_go_back", lambda left_out=(): None)
-    watch.found = [spiking.Spike(step=step, loss=9.0, **dict.fromkeys(MEASURED, 1.0)) for step in (92, 97)]
+    watch.found = [spike_watch.Spike(step=step, loss=9.0, **dict.fromkeys(MEASURED, 1.0)) for step in (92, 97)]
     watch.after_step(Mock())
     told = [call.args for call in trainer.log.write.call_args_list]
     assert told == [("spike", 92), ("spike", 97)][: 1 if cause == "data" else 2] and watch.found == []

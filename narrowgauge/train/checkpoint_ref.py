@@ -45,7 +45,7 @@ NOT_INHERITED = ("output", "resume", "parent", "compare")
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointRef:
     """Name of a run and one checkpoint of this run.
 
     step  None: the newest; BEST: the best evaluation
@@ -55,7 +55,7 @@ class Place:
     step: int | str | None = None
 
     @classmethod
-    def of(cls, text: str) -> Place:
+    def of(cls, text: str) -> CheckpointRef:
         """Parses "RUN", "RUN@STEP" or "RUN@best". A folder with an @ in its name is a RUN."""
         found = re.fullmatch(r"(.+)@([0-9]{1,8}|best)", text)
         if found is None or Path(text).is_dir():
@@ -88,7 +88,7 @@ def steps_of(run: Path) -> list[int]:
     return [int(path.name.partition("-")[2]) for path in reversed(manifest.newest_first(RunFolder(run).checkpoints))]
 
 
-def at_or_before(run: Path, step: int) -> Place:
+def at_or_before(run: Path, step: int) -> CheckpointRef:
     """The last checkpoint up to a step. Raises ConfigError if there is none."""
     earlier = [each for each in steps_of(run) if each <= step]
     if not earlier:
@@ -97,7 +97,7 @@ def at_or_before(run: Path, step: int) -> Place:
             f"{run}@{step}: no checkpoint at or before step {step}. {existing(run)} {later}, or name another run.",
             code="run.no-checkpoint",
         )
-    return Place(run, earlier[-1])
+    return CheckpointRef(run, earlier[-1])
 
 
 def existing(run: Path) -> str:
@@ -119,8 +119,8 @@ def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
     """
     given = {"output": output, "parent": parent, **changes}
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): (value, name) for name, value in given.items()}
-    config = resolved(toml.build(inherited(Place.of(parent).run, changes), keys))
-    refuse(settings_of(Place.of(parent).run), config)
+    config = resolved(toml.build(inherited(CheckpointRef.of(parent).run, changes), keys))
+    refuse(settings_of(CheckpointRef.of(parent).run), config)
     return config
 
 
@@ -136,7 +136,7 @@ def inherited(parent: Path, given: Collection[str]) -> toml.Given:
 
 def refuse(parent: TrainConfig, config: TrainConfig) -> None:
     """Raises ConfigError if a branch of a run with settings `parent` cannot have `config`."""
-    if Path(config.output).resolve() == Place.of(config.parent).run.resolve():
+    if Path(config.output).resolve() == CheckpointRef.of(config.parent).run.resolve():
         raise ConfigError(
             f"from = {config.parent!r}: a branch has a folder and a log of its own, and output is its parent's. Choose another --output.",
             code="branch.output",

@@ -1,0 +1,134 @@
+"""Builds the parts of a run in the order in which they depend on each other.
+
+model -> data feed -> memory options and loss -> recipe switches -> ranks -> optimizer -> passes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.conversion.auto import chosen
+from narrowgauge.diagnose.runs import read_run
+from narrowgauge.optim import precision as precisions
+from narrowgauge.structure import is_weight
+from narrowgauge.train import step
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.counters import Counters
+from narrowgauge.train.loss import inputs_of
+from narrowgauge.train.model import RecipeSchedule, build, recipe_switches
+from narrowgauge.train.optimizer import build_optimizer
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.parallel.spread import Parallel
+from narrowgauge.train.parallel.stage_state import WholeNumbers
+from narrowgauge.train.passes import Passes
+from narrowgauge.train.run_checkpoints import RunCheckpoints
+from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks.left_out import LeavingOut
+from narrowgauge.train.validation import Validation
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """Facts about the parts of a run, for its messages and run.json.
+
+    policy        resolved activation checkpointing policy; "auto" never stays
+    memory_notes  a sentence for each memory option
+    parameters    number of weights
+    shapes        name -> shape of each weight of the whole model
+    auto          layer -> recipe that "auto" chose
+    has_own_peak  the process's peak memory belongs to this run alone; if False, earlier runs
+                  contribute to it and the peak is not recorded
+    """
+
+    policy: str
+    memory_notes: list[str]
+    parameters: int
+    shapes: dict[str, torch.Size]
+    auto: dict[str, str]
+    has_own_peak: bool
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Parts of a run."""
+
+    setup: SetUp
+    counters: Counters
+    model: Any
+    feed: LeavingOut
+    switches: RecipeSchedule
+    parallel: Parallel
+    optimizer: Any
+    passes: Passes
+    checkpoints: RunCheckpoints
+    validation: Validation
+
+
+def assembled(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks, has_own_peak: bool) -> Assembly:
+    """Builds all parts of a run. Loads no checkpoint."""
+    device, precision = ranks.device(config.device), precisions.get(config.precision)
+    # Before the model is allocated: estimating needs the free memory
+    policy, why = _policy(config, ranks, device)
+    # Read the recorded choices of recipe "auto": a new measurement could choose other recipes, and a
+    # resumed run must compute the same numbers.
+    has_choices = folder.run.exists() and (folder.has_run() or config.parent)
+    choices = read_run(folder.run).get("auto") if has_choices else None
+    model = built(config, task, ranks, device, choices or None)
+    feed = LeavingOut(task.feed(model))
+    feed.share = ranks.layout.share(ranks.rank)
+    notes, objective = step.ready(
+        replace(config, checkpointing=policy), task, model, precision, device, feed.probe, on_gpu=device.type == "cuda"
+    )
+    parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
+    shapes = {name: each.shape for name, each in model.state_dict().items() if is_weight(name)}
+    auto = chosen(model)
+    switches = RecipeSchedule(recipe_switches(config, model))
+    # Index parameters as an optimizer of the unsplit model would, so that checkpoints do not depend
+    # on the number of pipeline stages.
+    numbers = WholeNumbers(model, build_optimizer(config, model, precision)) if ranks.layout.pp > 1 else None
+    parallel = Parallel(config, model, ranks, objective, lambda: inputs_of(feed.probe(), device, task.options))
+    if parallel.pipeline is not None:
+        # The task's objective refers to the head of the whole model
+        objective = parallel.pipeline.objective
+    optimizer = build_optimizer(config, model, precision)
+    passes = Passes(config, ranks, device, precision, model, objective, parallel, optimizer)
+    memory_notes = [*filter(None, [why]), *notes, *passes.notes]
+    return Assembly(
+        SetUp(policy, memory_notes, parameters, shapes, auto, has_own_peak),
+        Counters(), model, feed, switches, parallel, optimizer, passes,
+        RunCheckpoints(config, folder, task, passes, feed, switches, auto, numbers),
+        Validation(config, task, passes, feed.share),
+    )  # fmt: skip
+
+
+def _policy(config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[str, str]:
+    """Returns (activation checkpointing policy, reason).
+
+    The reason is '' unless the policy was "auto".
+
+    Rank 0 resolves "auto" and broadcasts the result, since estimates could differ between ranks.
+    """
+    if config.checkpointing != "auto":
+        return config.checkpointing, ""
+    from narrowgauge.train.planning.policy import settled  # lazy: only "auto" traces the model
+
+    policy, why = ranks.told_by_first(lambda: settled(config, device))
+    return policy, why
+
+
+def built(
+    config: TrainConfig, task: TrainTask, ranks: Ranks, device: torch.device, choices: dict[str, str] | None
+) -> Any:
+    """Builds the model.
+
+    Rank 0 measures for recipe "auto", and all other ranks build with its choices.
+    """
+    model: Any = None
+    if ranks.is_first or "auto" not in (config.recipe, *config.layers_recipe.values()):
+        model = build(config, task.model, device, task.tokens_at_once(), choices)
+    chosen_first = ranks.told_by_first(lambda: chosen(model))
+    return model or build(config, task.model, device, task.tokens_at_once(), chosen_first)
