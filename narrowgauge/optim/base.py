@@ -1,18 +1,21 @@
-"""The shell around the update: a torch optimizer whose states are codes and scales.
+"""NarrowOptimizer: the torch.optim.Optimizer around the update rules, with quantized states.
 
 state[parameter] holds plain tensors: `step` (float32, as in torch), and for each moment NAME
 
-    NAME             codes of the parameter's shape; 4-bit ones [rows, ceil(columns / 2)] uint8; float32 if the state is fp32
+    NAME             codes of the parameter's shape; 4-bit codes are [rows, ceil(columns / 2)]
+                     uint8; float32 if the state is fp32
     NAME_scale       [rows, tiles] bfloat16
     NAME_expansion   [rows, tiles] int8, fp8 alone
     master, master_scale, remainder     see masters.py
 
-so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Those of a DTensor are DTensors of its placements
-(`shards.py`). Which parameter is kept how is decided by
-`param_groups.kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
+`state_dict` therefore contains only tensors and plain values, is exact, and can be stored as
+safetensors. States of a DTensor parameter are DTensors with the same placements (`shards.py`).
+`param_groups.kept_as` chooses the format: 1-D and small tensors, rows too short for a tile, and
+embeddings known by name stay in float32.
 
-A gradient with a number that is not finite is not looked for (that would cost a pass; clip or a GradScaler does it, and `left_out` has what
-leaves the step out). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
+The step does not search gradients for NaN or infinity, because the search would cost another pass.
+Clipping or a GradScaler does it, and `left_out` describes skipped steps. A non-finite gradient is
+never hidden: float32 states become non-finite in that element, quantized states in the whole tile.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ Backend = Literal["auto", "triton", "native", "torch"]
 
 
 class Stepping(Protocol):
-    """What steps an optimizer inside backward, see `step_in_backward`."""
+    """Interface of `step_in_backward.InBackward`, which steps parameters inside backward."""
 
     def hook_group(self, place: int) -> None: ...
     def run(self, closure: Callable[[], Any]) -> Any: ...
@@ -50,7 +53,7 @@ class Stepping(Protocol):
 
 
 class Holding(Protocol):
-    """What holds gradients until the step, see `held_gradients`."""
+    """Interface of `held_gradients.HeldGradients`, which stores gradients in FP8 until the step."""
 
     def hook_group(self, place: int) -> None: ...
     def step(self) -> None: ...
@@ -58,7 +61,17 @@ class Holding(Protocol):
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
-    """Base of AdamW, Lion and SGD. Subclasses name the rule of groups that name none."""
+    """Base class of AdamW, Lion and SGD.
+
+        rule         update rule of groups that name no rule
+        backend      "auto" or the name of a backend, see `backends`
+        casting      WeightCasts if the step also casts weights, else None
+        stepping     InBackward if the optimizer steps inside backward, else None
+        holding      HeldGradients if gradients are stored in FP8, else None
+        found_inf    0-d float that skips the next step if it is not 0, or None; see `left_out`
+        halted       0-d float that skips all further steps if it is not 0, or None; see `left_out`
+        norm_before  gradient norm of the previous step for clip="previous", else None
+    """
 
     rule: ClassVar[Rule]
 
@@ -69,6 +82,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.", code="optim.backend"
             )
         self.backend: Backend = backend
+        # Custom rules of the parameter groups, by name. A group holds the name alone, so that
+        # state_dict stays plain.
         self._rules: dict[str, Rule] = {}  # that groups brought
         self._names: dict[Tensor, str] = {}  # of parameters, where they are known
         self._forget_steps()
@@ -77,6 +92,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.holding: Holding | None = None
         self.found_inf: Tensor | None = None  # what leaves steps out on the device, see `left_out`
         self.halted: Tensor | None = None
+        # A tensor during training, so that no host sync is needed. A loaded state gives a float.
         self.norm_before: Tensor | float | None = (
             None  # of the gradient of the step before, where a step is clipped by it
         )
@@ -84,7 +100,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._refuse_master_without_effect()
 
     def _not_empty(self, params: Any, embeddings: str) -> Any:
-        """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
+        """Return the parameters or groups to pass to torch.
+
+        Raises ConfigError with the cause if there are none.
+        """
         kind = type(self).__name__
         if isinstance(params, nn.Module):
             found = param_groups.groups(params, embeddings=embeddings)

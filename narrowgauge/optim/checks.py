@@ -1,11 +1,13 @@
-"""Combinations that train without an error and learn less than they should: found before the first step, with the reason.
+"""Detect optimizer settings that train without an error but lose updates in low precision.
 
-    second moment in bfloat16, beta2 >= 0.99      v changes by less than half a unit per step and never decays; with
-                                                  beta2 = 0.999 it stops at about a quarter of its value when it rises
+    second moment in bfloat16, beta2 >= 0.99      v changes by less than half a unit per step and
+    never decays; with beta2 = 0.999 it stops at about a quarter of its value when it rises
     bfloat16 weights without a master             updates below 1/512 of a weight are lost
-    float16 weights or moments                    g^2 below 6e-8 is zero, and eps = 1e-8 is zero as well
+    float16 weights or moments                    g^2 below 6e-8 is zero, and eps = 1e-8 is zero as
+    well
 
-For any torch optimizer. Ours refuse them when they are built, or round stochastically.
+The checks accept any torch optimizer and run before the first step. Optimizers of narrowgauge
+refuse such settings in their constructor, or round stochastically.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ _LARGEST_BETA2 = 0.99
 
 
 def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Sentences, one for each kind of failure; empty if none was found. Looks at dtypes and betas, not at values."""
+    """Return one sentence for each kind of failure; the list is empty if none was found.
+
+    Only dtypes and betas are inspected, never values.
+    """
     if isinstance(optimizer, NarrowOptimizer):
         return []
     option = "bf16_stochastic_round"  # torchao's name for it
@@ -35,7 +40,7 @@ def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def refuse_silent_failures(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError with every reason of `silent_failures`."""
+    """Raise ConfigError with all reasons of `silent_failures`."""
     if reasons := silent_failures(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__}: {' '.join(reasons)} Use narrowgauge.optim.AdamW with master='bf16-remainder' or "
