@@ -169,8 +169,7 @@ class ComputedBy(NamedTuple):
 
 
 def computed_by(param_step: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
-    """Return the backend of a tensor: the one already in use, or the one that would be chosen now.
-    """
+    """Return the backend in use for a tensor, or the backend that would be chosen now."""
     if param_step is not None and param_step.backend is not None:
         choice: Choice[Spec] = param_step.backend[1]
     else:

@@ -38,14 +38,15 @@ from narrowgauge.optim.cpp.norm import Blocks
 def clip_gradients(
     parameters: Iterable[Tensor], largest: float | None, *, wide: bool = False, stages: Any = None
 ) -> Tensor:
-    """Clip gradients to the norm `largest` (None: only measure) and return the norm before clipping.
+    """Clip gradients to the norm `largest` and return the norm before clipping.
 
-        wide    also sum squares of plain gradients in float64, so that one process gets the norm of
-                sharded runs
-        stages  process group of ranks with other parameters of the same model, such as pipeline
-                stages. The norm then covers all of their gradients, and every rank of the group has
-                to call. DTensors use the groups of their own meshes
-        ->      0-d float32 on the device of the gradients
+        largest  largest norm that stays as it is; None only measures
+        wide     also sum squares of plain gradients in float64, so that one process gets the norm
+                 of sharded runs
+        stages   process group of ranks with other parameters of the same model, such as pipeline
+                 stages. The norm then covers all of their gradients, and every rank of the group
+                 has to call. DTensors use the groups of their own meshes
+        ->       0-d float32 on the device of the gradients
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -239,8 +240,7 @@ def _total(squares: dict[Any, Tensor], stages: Any) -> Tensor:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Device on which the collectives of a group expect their tensors, for a stage without gradients.
-    """
+    """Device of the tensors that a group's collectives take, for a stage without gradients."""
     if group is None:
         return torch.device("cpu")
     return (

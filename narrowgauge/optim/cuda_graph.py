@@ -97,8 +97,7 @@ class ReplayedStep:
 
     @torch.no_grad()
     def before_replay(self) -> None:
-        """Count the step and send its numbers to the GPU: learning rate, corrections and noise key.
-        """
+        """Count the step and send its learning rate, corrections and noise key to the GPU."""
         from narrowgauge.optim.triton import launch
 
         if not self._captured:
