@@ -108,7 +108,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Storage format of one moment. Also a constexpr of the Triton kernel, so it must stay hashable.
+    """Storage format of one moment, also a constexpr of the Triton kernel.
 
         kind             number of the format in the kernels
         dtype            dtype of the codes; two 4-bit codes share a byte, the first in the low half
@@ -193,8 +193,8 @@ class Dynamic(Moment):
         else:
             code = torch.bucketize(share, _constants(DYNAMIC_BOUNDARIES, x.device))
             if decays is not None:
-                # If a whole tile decays, its scale follows, and rounding toward zero as well would
-                # decay twice.
+                # The scale of a tile that decays as a whole follows the decay, so its codes may
+                # stay.
                 decays = decays & ~decays.all(-1, keepdim=True)
                 below = torch.bucketize(share, _constants(DYNAMIC_LEVELS[1:], x.device), right=True)
                 code = torch.where(decays, below, code)
@@ -231,7 +231,7 @@ class Tapered(Moment):
 
 
 class Linear(Moment):
-    """Unsigned, sixteen equal steps without zero. The smallest scale, 2^-94, marks a tile of zeros.
+    """Unsigned, sixteen equal steps without zero. Scale 2^-94, the smallest, marks a tile of zeros.
     """
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:

@@ -71,7 +71,8 @@ def of_name(name: str) -> int:
 
 def bits(key: int, index: Tensor) -> Tensor:
     """index int64 >= 0 -> int32 in [0, 2^16), of the same shape."""
-    # int64, because torch has no unsigned 32-bit multiplication on all devices.
+    # int64 on purpose: the low 32 bits of a product survive overflow, and right shifts see no sign
+    # bit.
     x = (key + (index >> 4) * 8 + (index & 7)) & MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
