@@ -231,7 +231,9 @@ class Tapered(Moment):
 
 
 class Linear(Moment):
-    """Unsigned, sixteen equal steps without zero. Scale 2^-94, the smallest, marks a tile of zeros.
+    """Unsigned, sixteen equal steps without zero.
+
+    The smallest scale, 2^-94, marks a tile of zeros.
     """
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:

@@ -81,8 +81,7 @@ class Lion(NarrowOptimizer):
 
 
 class SGD(NarrowOptimizer):
-    """SGD with momentum, coupled weight decay and torch's Nesterov form. See AdamW for the options.
-    """
+    """SGD with momentum, coupled weight decay and torch's Nesterov form. Options: see AdamW."""
 
     rule = rules.SGD
 

@@ -1,14 +1,14 @@
-"""Low-precision casts of new weights written by the optimizer step, so that forward need not read the
-weights again.
+"""Low-precision casts of weights, written by the optimizer step and read by the next forward.
 
     casts = optimizer.cast_weights(model)       once; the trainer calls it if it helps
     print(casts)                                for each QLinear: the cast that the step writes, or
     the reason against it
 
-`ops.quantize.precast_weight` describes the casts, and when a stale cast is rejected. Only the
-Triton step on NVIDIA GPUs writes them, and only eager forward passes read them. Compiled passes
-fuse the cast with surrounding operations, and CUDA graphs have a graph of their own for it
-(`GraphedStep`). Losses and weights are bit-identical with and without.
+Forward then need not read the weights to cast them. `ops.quantize.precast_weight` describes the
+casts, and when a stale cast is rejected. Only the Triton step on NVIDIA GPUs writes them, and only
+eager forward passes read them. Compiled passes fuse the cast with surrounding operations, and CUDA
+graphs have a graph of their own for it (`GraphedStep`). Losses and weights are bit-identical with
+and without.
 
 Each step examines the layer again, so a new recipe, a moved weight, or a new amax window takes
 effect.
@@ -87,9 +87,9 @@ class _Link:
 
 
 class WeightCasts(Mapping[str, str]):
-    """Mapping from the name of a QLinear to its cast or the reason against one, in words; printable.
+    """Mapping from the name of a QLinear to a description of its cast; printable.
 
-    See the module.
+    If the step writes no cast, the description is the reason.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:

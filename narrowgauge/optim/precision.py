@@ -64,8 +64,7 @@ class Precision:
         return 2 * self.weights.itemsize + (4 if self.update == "master" else 0) + 8
 
     def keep_list(self, named: str = "") -> tuple[str, ...]:
-        """Parse `named`, entries separated by commas; '' gives the precision's list, "none" none.
-        """
+        """Parse `named`, comma-separated; '' gives the precision's list, "none" an empty one."""
         if not named:
             return self.keeps
         return () if named == "none" else tuple(entry.strip() for entry in named.split(","))

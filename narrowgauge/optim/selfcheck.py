@@ -1,18 +1,22 @@
-"""The optimizer's Triton kernel is checked on a device before it steps there: the definition's bits, on two small tensors.
+"""Self-check of the optimizer's Triton kernel before its first step on a device.
 
-    5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
-    short tile, and two lines of the table; the second is a shard of a larger tensor
+The kernel must be bit-identical to the definition on two small tensors: 5 rows of two tiles and 48
+elements (53 if row lengths are not multiples of 16), and 3 rows of one tile. They cover several
+programs, a short tile, and two lines of the table. The second tensor is a shard of a larger one.
 
-Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
-that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay). After each step weights,
-masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a square root or a
-quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
+Three steps start from the same weights and gradients, over nine decades. The gradients contain a
+row of zeros, subnormal numbers and constant columns (to clamp first moments). From the second step
+on they contain a NaN and columns of zeros (so that moments only decay). After each step, weights,
+masters, codes, scales and expansions must equal plain torch on the CPU. A wrong random number, a
+square root or quotient off by a bit, a swapped scale, or a wrong rounding direction shows in a
+single element.
 
-Where the step leaves the weight's cast as well, its largest magnitude and codes are compared too, of 35 (48) rows and of 9 (16): more
-than a band of programs, and less than a program; and so are the codes under a scale that a NaN will make NaN.
+If the step also writes the cast of the weight, its amax and codes are compared, for 35 (48) rows
+and 9 (16) rows: more than one band of programs, and less than one program. The codes under a NaN
+scale are compared too.
 
-Once per process, device, and `Kind` of a tensor's step: about ten milliseconds of a processor, the compilation
-that the step needs anyway, and a wait for the device.
+Runs once per process, device and `Kind`. Cost: about ten milliseconds of CPU time, a compilation
+that the step needs anyway, and one sync.
 """
 
 from __future__ import annotations
@@ -43,10 +47,13 @@ Run = Callable[[Sequence[ParamStep], dict[Any, Any]], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is made for: everything about a step but its numbers and sizes. See `step.ParamStep`.
+    """Compile-time facts of one parameter's step; numbers and sizes are not part of the kind.
 
-    cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
-    shift          elements before the first one that share its block of random numbers
+        cast           cast that the step also writes, or None
+        turns_aligned  True if codes of w.T can be stored 16 bytes at a time
+        shift          elements of the first random block (16 elements) that lie before the shard
+
+    See `step.ParamStep` for the other fields.
     """
 
     rule: Rule
@@ -64,7 +71,7 @@ class Kind:
 
 
 def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comparison]:
-    """All that steps leave, beside the definition's, after each of them."""
+    """Yield comparisons of all tensors that a step writes, after each step, with the definition."""
     [kind] = kinds
     expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
     for step in range(1, STEPS + 1):
@@ -102,7 +109,9 @@ def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
 
 
 def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
-    """Of the first tensor with an amax of this step in its window, of the second with one of earlier steps alone."""
+    """Cast buffers: the first tensor has an amax of this step in its window, the second only earlier
+    ones.
+    """
     window = None
     if isinstance(cast.calibrate, Window):
         window = AmaxHistory(cast.calibrate, weight.device)
@@ -115,7 +124,7 @@ def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
 
 
 def _left(param_step: ParamStep) -> dict[str, Tensor]:
-    """By name all that a step changes, and what it leaves of the weight's cast."""
+    """All tensors that a step writes, by name, including the cast of the weight."""
     found = {"weight": param_step.weight, **param_step.state}
     if (stepped := param_step.stepped) is not None:
         found["amax"] = stepped.maxima.amax().view(torch.float32).reshape(1)
