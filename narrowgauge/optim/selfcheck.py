@@ -109,7 +109,9 @@ def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
 
 
 def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
-    """Cast buffers: the first tensor has an amax of this step in its window, the second only earlier
+    """Cast buffers for the weight of a tensor.
+
+    The first tensor (number 0) has an amax of this step in its window, the second only earlier
     ones.
     """
     window = None

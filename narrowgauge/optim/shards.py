@@ -46,8 +46,7 @@ class Part:
         return -(-self.columns // tile) * tile
 
     def first(self, tile: int) -> int:
-        """Index of the first element in the whole parameter, with rows rounded up to whole tiles.
-        """
+        """Index of the first element in the whole parameter, rows rounded up to whole tiles."""
         return self.row * self.row_length(tile) + self.column
 
 

@@ -61,13 +61,13 @@ def _reasons(
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None) -> dict[str, Any]:
-    """Return `state_dict()` with whole CPU tensors instead of DTensors, as one process would save it.
+    """Return `state_dict()` with whole CPU tensors instead of DTensors.
 
         rank  global rank that keeps the states; "state" is empty on the others. None: all ranks
               keep them
 
-    Every rank has to call. Device memory: the whole of one tensor at a time. `load_state_dict`
-    accepts the result on any mesh and without one.
+    The result is the state that one process would save. Every rank has to call. Device memory: the
+    whole of one tensor at a time. `load_state_dict` accepts the result on any mesh and without one.
     """
     found = optimizer.state_dict()
     keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
@@ -84,7 +84,9 @@ def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None
 
 
 def placed(x: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a saved tensor to the parameter's device; a DTensor parameter gets its part as a DTensor.
+    """Copy a saved tensor to the parameter's device.
+
+    A DTensor parameter gets its part of a whole tensor as a DTensor.
     """
     if shards.is_sharded(parameter) and not shards.is_sharded(x):
         own = shards.local_part(x.detach(), parameter).clone().to(parameter.device)

@@ -133,8 +133,7 @@ class ParamStep:
 
     @property
     def first_index(self) -> int:
-        """Index of the first element in the whole parameter, with rows rounded up to whole tiles.
-        """
+        """Index of the first element in the whole parameter, rows rounded up to whole tiles."""
         return self.part.first(self.tile)
 
     @property

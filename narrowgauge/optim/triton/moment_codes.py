@@ -1,11 +1,15 @@
-"""Decoding and encoding the states of an optimizer inside a Triton kernel, to the bit as `moments` defines them.
+"""Decode and encode optimizer states inside a Triton kernel, bit-identical to `moments`.
 
-    decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse, with the scales of T tiles
-    decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse, rounded stochastically
+    decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse,
+                    with the scales of T tiles
+    decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse,
+                    rounded stochastically
 
-T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `moments.Moment`. Scales are bfloat16 and
-travel as int16, because a kernel only ever needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything
-else is float32 and whole numbers.
+T whole tiles of TILE elements are in registers; padding of a short last tile is zero. M: a
+`moments.Moment`.
+
+Scales are bfloat16 and handled as int16. The kernel needs only their bits, and Triton's interpreter
+does not compute with bfloat16 (3.9). All other values are float32 and integers.
 """
 
 import triton
@@ -52,7 +56,12 @@ def number_of(bits):
 
 @triton.jit
 def noise_bits(key, first, column):
-    """`noise.bits` of element 2 first + column: int32 in [0, 2^16). key uint32; first uint32 [T], a multiple of 8; column int32 [TILE]."""
+    """`noise.bits` of element 2 first + column: int32 in [0, 2^16).
+
+        key     uint32
+        first   uint32 [T], a multiple of 8
+        column  int32 [TILE]
+    """
     place = first[:, None] + ((column >> 4) * 8 + (column & 7)).to(tl.uint32)[None, :]
     mixed = mix(place + key)
     return ((mixed >> ((column & 8) * 2).to(tl.uint32)[None, :]) & 0xFFFF).to(tl.int32)
@@ -66,10 +75,11 @@ def uniform(noise):
 
 @triton.jit
 def _scales(amax, DROPS: tl.constexpr):
-    """Bits of the largest magnitudes [T] -> (scales as they are stored, int16 [T]; 1 / scale [T, 1], 0 for NaN)."""
+    """Bits of amax [T] -> (scales int16 [T] as stored, 1 / scale [T, 1]; 0 for NaN)."""
     bits = tl.maximum((amax + DROPS) & ~DROPS, LEAST_SCALE)
     bits = tl.where(amax > MOST_AMAX, NAN, bits)
     if DROPS == POW2_DROPS:
+        # Exact reciprocal of a power of two, by its exponent.
         inverse = number_of((254 << 23) - bits)
     else:
         scale = number_of(bits)
@@ -79,13 +89,16 @@ def _scales(amax, DROPS: tl.constexpr):
 
 @triton.jit
 def _read_scale(scale):
-    """int16 [T], the bits of bfloat16 -> float32 [T, 1]."""
+    """int16 [T], bits of bfloat16 -> float32 [T, 1]."""
     return number_of(scale.to(tl.int32) << 16)[:, None]
 
 
 @triton.jit
 def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
-    """The tile's share that a code without its sign stands for; log_k int32 [T], tables as `moments.expansion_tables`, flat."""
+    """Decode magnitudes to x / scale.
+
+    log_k int32 [T]; tables: `moments.expansion_tables`, flattened.
+    """
     if M.expands:
         row = (log_k + 2)[:, None] * 8
         fraction = magnitude & 7
@@ -102,7 +115,10 @@ def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BI
 
 @triton.jit
 def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
-    """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE]. Of what a kind does not have, anything is given."""
+    """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE].
+
+    Arguments that a format does not use may have any value.
+    """
     if M.kind == DYNAMIC4:
         signed = codes.to(tl.int32) - 8
         level = tl.zeros(codes.shape, tl.float32)
@@ -133,9 +149,9 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
 
 @triton.jit
 def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
-    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32, scale int16 [T], log_k int8 [T]).
+    """x float32 [T, TILE], noise int32, decays bool -> (codes int32, scale int16 [T], log_k int8 [T]).
 
-    DRAWS: a first moment is rounded stochastically, too.
+    DRAWS: round a first moment stochastically too.
     """
     DROPS: tl.constexpr = BF16_DROPS if M.bits == 4 else POW2_DROPS
     sizes = bits_of(x) & 0x7FFFFFFF
@@ -181,7 +197,7 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
 
 @triton.jit
 def _expansion(sizes, amax, M: tl.constexpr):
-    """log2 k of each tile, int32 [T]: the greatest with which the tile's octaves still fit."""
+    """log2 k of each tile, int32 [T]: the largest k with which the tile's octaves fit."""
     if M.expands:
         least = tl.min(tl.where(sizes > 0, sizes, EXPONENT), axis=1)
         octaves = ((amax - least) >> 23).to(tl.float32) + 2.0
@@ -196,7 +212,7 @@ def _expansion(sizes, amax, M: tl.constexpr):
 
 @triton.jit
 def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
-    """E4M3 or float16 as int32: the sign in the highest of M.bits."""
+    """Encode to E4M3 or float16 as int32, with the sign in the highest of M.bits."""
     share = tl.abs(x) * inverse
     y = share
     if M.expands:  # to the power 2^log_k by repeated squares or square roots
@@ -238,7 +254,7 @@ def _power_below(y, BIAS: tl.constexpr):
 
 @triton.jit
 def _code_below(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The code of y >= 0, rounded down."""
+    """Round y >= 0 down to a code."""
     subnormal = (y * 2.0 ** (BIAS + MANTISSA - 1)).to(tl.int32)
     normal = (bits_of(y) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
     return tl.where(y < 2.0 ** (1 - BIAS), subnormal, normal)
