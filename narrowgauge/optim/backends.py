@@ -38,10 +38,10 @@ from narrowgauge.optim.step import ParamStep, step_in_torch
 class Spec:
     """Facts about one parameter by which a backend is chosen.
 
-        device  device of the parameter, its gradient and its states
-        rule    update rule; a kernel refuses rules that it does not implement
-        kind    dtypes, formats and alignment of the step, or None without a gradient. A Triton
-                kernel is checked with this kind before its first use (selfcheck.py)
+    device  device of the parameter, its gradient and its states
+    rule    update rule; a kernel refuses rules that it does not implement
+    kind    dtypes, formats and alignment of the step, or None without a gradient. A Triton
+            kernel is checked with this kind before its first use (selfcheck.py)
     """
 
     device: Device
@@ -77,7 +77,7 @@ def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left
 
 def _step_by_native(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
     # On a CPU the host reads found_inf itself, so no step is skipped inside the kernel.
-    assert left_out is None or dry_run_on() is not None  # on a CPU the host looks
+    assert left_out is None or dry_run_on() is not None
     binding.step(param_steps)
 
 
@@ -156,9 +156,9 @@ def tell_once(reason: str) -> None:
 class ComputedBy(NamedTuple):
     """Backend of one tensor's step.
 
-        kernel  name of the backend; '' for an optimizer of another library
-        why     reason why no faster backend was chosen, if plain torch was chosen automatically;
-                else ''
+    kernel  name of the backend; '' for an optimizer of another library
+    why     reason why no faster backend was chosen, if plain torch was chosen automatically;
+            else ''
     """
 
     kernel: str

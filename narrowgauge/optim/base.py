@@ -63,14 +63,14 @@ class Holding(Protocol):
 class NarrowOptimizer(torch.optim.Optimizer):
     """Base class of AdamW, Lion and SGD.
 
-        rule         update rule of groups that name no rule
-        backend      "auto" or the name of a backend, see `backends`
-        casting      WeightCasts if the step also casts weights, else None
-        stepping     InBackward if the optimizer steps inside backward, else None
-        holding      HeldGradients if gradients are stored in FP8, else None
-        found_inf    0-d float that skips the next step if it is not 0, or None; see `left_out`
-        halted       0-d float that skips all further steps if it is not 0, or None; see `left_out`
-        norm_before  gradient norm of the previous step for clip="previous", else None
+    rule         update rule of groups that name no rule
+    backend      "auto" or the name of a backend, see `backends`
+    casting      WeightCasts if the step also casts weights, else None
+    stepping     InBackward if the optimizer steps inside backward, else None
+    holding      HeldGradients if gradients are stored in FP8, else None
+    found_inf    0-d float that skips the next step if it is not 0, or None; see `left_out`
+    halted       0-d float that skips all further steps if it is not 0, or None; see `left_out`
+    norm_before  gradient norm of the previous step for clip="previous", else None
     """
 
     rule: ClassVar[Rule]
@@ -84,18 +84,18 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.backend: Backend = backend
         # Custom rules of the parameter groups, by name. A group holds the name alone, so that
         # state_dict stays plain.
-        self._rules: dict[str, Rule] = {}  # that groups brought
-        self._names: dict[Tensor, str] = {}  # of parameters, where they are known
+        self._rules: dict[str, Rule] = {}
+        # Parameter names, if known; they determine the noise of a parameter.
+        self._names: dict[Tensor, str] = {}
         self._forget_steps()
         self.casting: WeightCasts | None = None
         self.stepping: Stepping | None = None
         self.holding: Holding | None = None
-        self.found_inf: Tensor | None = None  # what leaves steps out on the device, see `left_out`
+        # Set by a scaler or the trainer, see `left_out`.
+        self.found_inf: Tensor | None = None
         self.halted: Tensor | None = None
         # A tensor during training, so that no host sync is needed. A loaded state gives a float.
-        self.norm_before: Tensor | float | None = (
-            None  # of the gradient of the step before, where a step is clipped by it
-        )
+        self.norm_before: Tensor | float | None = None
         super().__init__(self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM})
         self._refuse_master_without_effect()
 
@@ -118,7 +118,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 )
             return found
         if isinstance(params, Tensor):
-            return params  # torch refuses it in words
+            # torch raises a TypeError with an explanation.
+            return params
         if not isinstance(params, Iterable):
             raise ConfigError(
                 f"{kind}: {params!r} has no parameters. Pass the model, or a list of its parameters.",
@@ -137,7 +138,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._left_out = LeftOut()
         self._param_steps: dict[Tensor, ParamStep] = {}
         # Launch tables and similar objects that a backend caches between steps.
-        self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
+        self._kept: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -152,7 +153,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._names = getattr(self, "_names", {})
         self._forget_steps()
-        self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
+        # A copied optimizer has no WeightCasts: they refer to the layers of the original.
+        self.casting = getattr(self, "casting", None)
         # A copied optimizer has no hooks: they are registered on the original's parameters.
         self.stepping = getattr(self, "stepping", None)
         self.holding = getattr(self, "holding", None)
@@ -161,12 +163,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # `torch.save` of a whole optimizer bypasses load_state_dict, so its earlier form is
             # converted here.
-            if "states" in group and former.is_former(group):  # a whole optimizer that an earlier version saved
+            if "states" in group and former.is_former(group):
                 for parameter in group["params"]:
                     if parameter in self.state:
                         self.state[parameter] = former.converted(self.state[parameter], group, self._rule_of(group))
                 group["form"] = moments.FORM
-            for name, value in self.defaults.items():  # of a state that torch's own optimizer saved
+            # A state saved by torch's own optimizer lacks our options.
+            for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -174,7 +177,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             rule = param_group["rule"]
             if isinstance(rule, Rule):
                 self._rules[rule.name] = rule
-                param_group["rule"] = rule.name  # a plain value, for state_dict
+                # A name instead of the object, because state_dict holds plain values only.
+                param_group["rule"] = rule.name
             for option, value in self._rule_of(param_group).options.items():
                 param_group.setdefault(option, value)
         # torch fills in the defaults first: `_check_group` reads the complete group.
@@ -182,6 +186,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(self.param_groups[-1])
         except BaseException:
+            # torch has appended the group already; a refused group must not stay.
             self.param_groups.pop()
             raise
         group = self.param_groups[-1]
@@ -263,7 +268,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """Return False if the host sees that this step must be skipped; see `left_out`."""
         flags, known = [x for x in (self.found_inf, self.halted) if x is not None], self._left_out
         # Also True without any flag. On a GPU, reading a flag would be a host sync.
-        sees = all(map(known.seen_by_host, flags))  # also where there is none
+        sees = all(map(known.seen_by_host, flags))
         members = frozenset[Tensor]()
         if not sees:
             members = frozenset(parameter for parameter, _, _ in self._numbered() if parameter.grad is not None)
@@ -280,8 +285,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def settle(self, left_out: Sequence[bool] | None = None) -> None:
         """Subtract the steps that the device skipped from the step counters.
 
-            left_out  for each step until now, the latest last: whether it was skipped. None reads
-                      the count from the device, which is a host sync
+        left_out  for each step until now, the latest last: whether it was skipped. None reads
+                  the count from the device, which is a host sync
         """
         known = self._left_out
         count = known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
@@ -325,7 +330,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
             each.gradient = _usable(shards.local_gradient(parameter) if each.is_shard else parameter.grad)
-            if identity(each.weight) != each.address:  # a copy, of a parameter that is not contiguous
+            # `weight` is then a contiguous copy of a strided parameter, copied back after the step.
+            if identity(each.weight) != each.address:
                 strided.append(each)
                 each.weight.copy_(each.source.reshape(each.weight.shape))
             kernel = self._kernel(each)
@@ -339,14 +345,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
         torch.autograd.graph.increment_version([each.source for each in param_steps if each.is_shard])
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
-            each.gradient = None  # or it would outlive the parameter's
+            # Otherwise the memory would outlive the parameter's own gradient.
+            each.gradient = None
             if each.stepped is not None:
                 each.stepped.commit(parameter)
 
     def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
         """Return the next step of each parameter, with its constants and noise key.
 
-            counts  False leaves the step counters unchanged, for a look ahead
+        counts  False leaves the step counters unchanged, for a look ahead
         """
         param_steps = [self._param_step(parameter, group) for parameter, group, _ in chosen]
         counters = [each.state["step"] for each in param_steps]
@@ -429,7 +436,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._refuse_converted(parameter, group, state)
             found = ParamStep.of(parameter, *self._kept_as(parameter, group), state, asked=asked)
             self._param_steps[parameter] = found
-            self._kept.clear()  # or it would keep what the old step holds
+            # Cached batches would keep the tensors of the old step alive.
+            self._kept.clear()
         stepped = None if self.casting is None else self.casting.of(parameter)
         if stepped is not found.stepped:
             found.stepped, found.native, found.backend = stepped, None, None

@@ -40,9 +40,9 @@ class Form:
 class Loss:
     """Rounding loss of one quantity (the weights or one moment) over all tensors.
 
-        tensors        number of tensors
-        changed        number of tensors with at least one changed value
-        signal, noise  sums of squares of the old values and of the differences, for the error in dB
+    tensors        number of tensors
+    changed        number of tensors with at least one changed value
+    signal, noise  sums of squares of the old values and of the differences, for the error in dB
     """
 
     tensors: int = 0
@@ -68,9 +68,9 @@ class Loss:
 class Carried:
     """Result of `carry`.
 
-        losses        Loss of the weights and of each moment, by name
-        states        number of parameters that had a state
-        as_they_were  number of parameters whose weight and state were copied bit for bit
+    losses        Loss of the weights and of each moment, by name
+    states        number of parameters that had a state
+    as_they_were  number of parameters whose weight and state were copied bit for bit
     """
 
     losses: dict[str, Loss] = field(default_factory=dict)
@@ -205,4 +205,4 @@ def _stored(kind: masters.Master, x: Tensor, dtype: torch.dtype) -> tuple[Tensor
         codes, scale = masters.encode_scaled(x, torch.full_like(x, 0.5))
         return masters.rounded(masters.decode_scaled(codes, scale), dtype), codes, scale
     # The remaining kinds use neither the noise key (0) nor the element index (x).
-    return masters.store(kind, x, dtype, 0, x)  # draws nothing
+    return masters.store(kind, x, dtype, 0, x)

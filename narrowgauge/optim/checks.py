@@ -30,7 +30,8 @@ def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
     """
     if isinstance(optimizer, NarrowOptimizer):
         return []
-    option = "bf16_stochastic_round"  # torchao's name for it
+    # Option name in torchao's optimizers.
+    option = "bf16_stochastic_round"
     stochastic = getattr(optimizer, option, False) or optimizer.defaults.get(option, False)
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
@@ -57,7 +58,8 @@ def _of_parameter(parameter: Tensor, group: dict[str, Any], state: dict[str, Any
         reasons.append(f"Weights in {name} without a master lose every update below 1/{part} of the weight.")
     beta2 = group["betas"][1] if "betas" in group and len(group["betas"]) > 1 else None
     second = state.get("exp_avg_sq")
-    kept = second.dtype if isinstance(second, Tensor) else parameter.dtype  # torch makes states like the parameter
+    # torch allocates states in the dtype of the parameter.
+    kept = second.dtype if isinstance(second, Tensor) else parameter.dtype
     if beta2 is not None and ("eps" in group) and kept == torch.bfloat16 and beta2 >= _LARGEST_BETA2:
         reasons.append(
             f"A second moment in bfloat16 with beta2 = {beta2} does not decay: a step changes it by {1 - beta2:.2g}, half a "

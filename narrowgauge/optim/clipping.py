@@ -40,13 +40,13 @@ def clip_gradients(
 ) -> Tensor:
     """Clip gradients to the norm `largest` and return the norm before clipping.
 
-        largest  largest norm that stays as it is; None only measures
-        wide     also sum squares of plain gradients in float64, so that one process gets the norm
-                 of sharded runs
-        stages   process group of ranks with other parameters of the same model, such as pipeline
-                 stages. The norm then covers all of their gradients, and every rank of the group
-                 has to call. DTensors use the groups of their own meshes
-        ->       0-d float32 on the device of the gradients
+    largest  largest norm that stays as it is; None only measures
+    wide     also sum squares of plain gradients in float64, so that one process gets the norm
+             of sharded runs
+    stages   process group of ranks with other parameters of the same model, such as pipeline
+             stages. The norm then covers all of their gradients, and every rank of the group
+             has to call. DTensors use the groups of their own meshes
+    ->       0-d float32 on the device of the gradients
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -87,8 +87,8 @@ def gradient_norm(
 ) -> Tensor:
     """Norm of all gradients, 0-d float32.
 
-        wide, stages  see `clip_gradients`
-        blocks        the same gradients as `Blocks`, if none is sharded; saves a second traversal
+    wide, stages  see `clip_gradients`
+    blocks        the same gradients as `Blocks`, if none is sharded; saves a second traversal
     """
     if stages is not None or (wide and gradients) or any(map(shards.is_sharded, gradients)):
         return _norm_over_ranks(gradients, stages, blocks).to(torch.float32)
@@ -147,7 +147,7 @@ class NormInParts:
         # place -> (mesh and its sharding axes or None, partial sums, are_squares).
         self._parts: dict[int, tuple[Any, Tensor, bool]] = {}
         # Sum of squares over the gradients that `so_far` was called for.
-        self._known: Tensor | None = None  # square of what `so_far` has seen
+        self._known: Tensor | None = None
 
     def __contains__(self, place: int) -> bool:
         return place in self._parts
@@ -184,7 +184,8 @@ class NormInParts:
             groups.setdefault(key, []).append((part, is_squares))
         found = {}
         for key, members in groups.items():
-            all_squares = all(is_squares for _, is_squares in members)  # else some are on another device
+            # Mixed parts: gradients lie on several devices, so all become norms.
+            all_squares = all(is_squares for _, is_squares in members)
             parts = [x if all_squares or not of else x.sum().sqrt() for x, of in members]
             found[key] = _square(parts, all_squares)
         return _total(found, None).to(torch.float32)
@@ -198,7 +199,7 @@ def _square_on_cpu(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     pieces = x.reshape(-1).split(2**16)
     # A dry run counts operations on one piece, because all pieces cost the same.
-    for piece in pieces if dry_run_on() is None else pieces[:1]:  # of which one is like another
+    for piece in pieces if dry_run_on() is None else pieces[:1]:
         wide = piece.to(torch.float64)
         total += torch.dot(wide, wide)
     return total

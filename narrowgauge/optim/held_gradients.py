@@ -45,18 +45,18 @@ STOCHASTIC = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL, rounding="stochas
 # Rounding to nearest is 2.5 dB better for few micro-batches. It loses an addend below half a gap
 # (1/16 of the sum), which the tenth of equal addends is. Stochastic rounding keeps such an addend
 # on average. Measured by `python -m benchmarks.held_gradients`.
-NEAREST_PASSES = 8  # summed before rounding is stochastic
+NEAREST_PASSES = 8
 # Separates the random numbers of gradient sums from the random numbers of the step.
-SUMS = 0x7F4A7C15  # what tells the numbers of a sum from those of the step
+SUMS = 0x7F4A7C15
 
 
 @dataclass(frozen=True)
 class Fp8Gradient:
     """Sum of gradients in E4M3; for a DTensor, this rank's part.
 
-        codes   uint8 [rows, columns]
-        scale   uint8 [rows, ceil(columns / 128)], E8M0
-        passes  number of backward passes in the sum
+    codes   uint8 [rows, columns]
+    scale   uint8 [rows, ceil(columns / 128)], E8M0
+    passes  number of backward passes in the sum
     """
 
     codes: Tensor
@@ -94,7 +94,8 @@ class HeldGradients:
         self._numbers: dict[Tensor, tuple[int, int]] = {}
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
-        self._is_measured = False  # since the last step
+        # True if `measure` was called since the last step.
+        self._is_measured = False
 
     def take_group(self, place: int) -> list[Tensor]:
         """Register and return the trainable matrices of one group."""
@@ -104,7 +105,8 @@ class HeldGradients:
         for parameter in found:
             self._numbers[parameter] = group["seed"], numbers[parameter]
             if parameter.dtype == torch.float16:
-                parameter.grad_dtype = torch.bfloat16  # float16 has no gradient below 6e-8
+                # float16 gradients would underflow below 6e-8.
+                parameter.grad_dtype = torch.bfloat16
         return found
 
     def hook_group(self, place: int) -> None:
@@ -172,6 +174,7 @@ class HeldGradients:
             if self._largest is not None and self.norm is not None:
                 scale_gradients([parameter], self._largest, self.norm)
             if self._held.pop(parameter, None) is not None:
+                # One tensor at a time: the decoded gradient is freed before the next is decoded.
                 self._optimizer._step([(parameter, group, number)])
                 parameter.grad = None
 

@@ -27,14 +27,15 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 
-MOST = 64  # steps whose counters are not known: so many more numbers travel with a step
+# Steps with uncertain counters. Each adds 16 numbers to every later step, so the optimizer settles.
+MOST = 64
 
 
 class LeftOut:
     """Skipped-step bookkeeping of one optimizer since it last settled.
 
-        uncertain  number of counted steps that the device may have skipped
-        members    parameters that stepped in each such step
+    uncertain  number of counted steps that the device may have skipped
+    members    parameters that stepped in each such step
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class LeftOut:
         return flag.device.type == "cpu" and holds_numbers(flag)
 
     def begin(self, found_inf: Tensor | None, halted: Tensor | None, members: frozenset[Tensor]) -> None:
-        """Prepare the flags of the next step of these parameters."""
+        """Prepare the flags of the next step; `members` are its parameters."""
         flags = [flag != 0 for flag in (found_inf, halted) if flag is not None]
         self._counts = found_inf is not None
         if not flags:
@@ -79,8 +80,8 @@ class LeftOut:
         return int(self._flags.sum()) if self.uncertain and self._flags is not None else 0
 
     def must_settle(self, members: Iterable[Tensor], counts: bool) -> bool:
-        """Return True if a step of these parameters needs exact step counters.
+        """Return True if a step of `members` needs exact step counters.
 
-            counts  True if the kernels handle a skip of this step by themselves
+        counts  True if the kernels handle a skip of this step by themselves
         """
         return self.uncertain > 0 and (not counts or self.uncertain >= MOST or self.members != members)

@@ -51,9 +51,9 @@ KINDS: dict[str | None, int] = {None: 0, "fp32": 1, "fp16-scaled": 2, "bf16-rema
 def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     """Round x float32 stochastically to bfloat16: E[result] = x.
 
-        bits  int32 of x's shape, uniform in [0, 65536). The 16 dropped mantissa bits plus `bits`
-              carry into the kept bits with probability equal to the dropped fraction. Values that
-              bfloat16 represents, NaN and infinity do not change.
+    bits  int32 of x's shape, uniform in [0, 65536). The 16 dropped mantissa bits plus `bits`
+          carry into the kept bits with probability equal to the dropped fraction. Values that
+          bfloat16 represents, NaN and infinity do not change.
     """
     carried = ((x.view(torch.int32) + bits) & -65536).view(torch.float32)
     return torch.where(x.isfinite(), carried, x).to(torch.bfloat16)
@@ -145,7 +145,8 @@ def store(
     key, index: noise key and element indices for stochastic kinds.
     """
     if kind is None or dtype == torch.float32:
-        return x, None, None  # 16 bits without a master are refused
+        # A 16-bit weight without a master never gets here: `param_groups.refuse` rejects it.
+        return x, None, None
     if kind == "stochastic":
         round_to = round_to_bfloat16 if dtype == torch.bfloat16 else round_to_float16
         return round_to(x, noise.bits(key, index)), None, None

@@ -75,9 +75,12 @@ from narrowgauge.optim.noise import uniform
 
 EXPONENT = 0x7F800000
 POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
-LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
-OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
-E5M2_BELOW = 508 - 127  # of the upper 11 bits of a float32, so that code 127 is 1.0
+# 2^-94 and 2^126, as float32 bits.
+LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23
+# Octaves of normal E4M3 numbers below 2^8.
+OCTAVES = 14.0
+# Subtracted from the upper 11 bits of a float32, so that code 127 is 1.0.
+E5M2_BELOW = 508 - 127
 # tapered8, in units of the last bit of a float32. TAPER is added to a distance below 1, so that the
 # taper begins with 16 codes per octave. The upper bits of float32(distance + TAPER) start at
 # TAPER_SHIFT. The code of 1.0 (distance 0) is 255. float32(TAPER) is 2^25 (1 + 1/4), whose upper
@@ -86,7 +89,8 @@ TAPER, TAPER_SHIFT = 5 << 23, 17
 TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 16 + 255
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
-NEAREST = 0x7FF0  # as noise: half of 16 bits, and half of the lowest five
+# As noise, half of 16 bits and half of the lowest five: makes every format round to nearest.
+NEAREST = 0x7FF0
 # Version of saved states, stored in the groups of an optimizer. Form 1 had square roots instead of
 # dynamic4. Form 2 had signed squares instead of e5m2, and 5-exponent 3-mantissa floats instead of
 # tapered8. Form 3 had a tapered8 of 60 octaves. `former` converts forms 2 and 3.
@@ -96,9 +100,9 @@ FORM = 4
 class Encoded(NamedTuple):
     """Encoded tiles of a moment.
 
-        codes      [r, t, tile] in the dtype of the format
-        scale      [r, t] bfloat16, or None
-        expansion  [r, t] int8, log2 k, or None
+    codes      [r, t, tile] in the dtype of the format
+    scale      [r, t] bfloat16, or None
+    expansion  [r, t] int8, log2 k, or None
     """
 
     codes: Tensor
@@ -110,15 +114,15 @@ class Encoded(NamedTuple):
 class Moment:
     """Storage format of one moment, also a constexpr of the Triton kernel.
 
-        kind             number of the format in the kernels
-        dtype            dtype of the codes; two 4-bit codes share a byte, the first in the low half
-        signed           False for second moments, which are rounded stochastically
-        mantissa, bias   bits and exponent bias of a float format
-        top              codes represent `top` times x / scale
-        expands          True if each tile chooses its k
-        lowest, highest  smallest and largest log2 k
-        tile             elements along a row that share a scale; two moments of a parameter use the
-                         smaller of their tiles
+    kind             number of the format in the kernels
+    dtype            dtype of the codes; two 4-bit codes share a byte, the first in the low half
+    signed           False for second moments, which are rounded stochastically
+    mantissa, bias   bits and exponent bias of a float format
+    top              codes represent `top` times x / scale
+    expands          True if each tile chooses its k
+    lowest, highest  smallest and largest log2 k
+    tile             elements along a row that share a scale; two moments of a parameter use the
+                     smaller of their tiles
     """
 
     name: str
@@ -141,10 +145,10 @@ class Moment:
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         """Encode x [r, t, tile] float32.
 
-            noise   from `noise.bits`, same shape; read if rounding is stochastic
-            decays  bool, same shape: first-moment elements that only decay, rounded toward zero;
-                    None: none
-            draws   round a first moment stochastically and ignore `decays`
+        noise   from `noise.bits`, same shape; read if rounding is stochastic
+        decays  bool, same shape: first-moment elements that only decay, rounded toward zero;
+                None: none
+        draws   round a first moment stochastically and ignore `decays`
         """
         return Encoded(x)
 
@@ -202,7 +206,8 @@ class Dynamic(Moment):
 
     def decode(self, state: Encoded) -> Tensor:
         code = state.codes.to(torch.int64) - 8
-        level = _constants(DYNAMIC_LEVELS, code.device)[code.abs() & 7]  # -8 stands nowhere
+        # Code -8 is never written; & 7 keeps the lookup in range.
+        level = _constants(DYNAMIC_LEVELS, code.device)[code.abs() & 7]
         return torch.where(code < 0, -level, level) * _wide(state.scale)
 
 
@@ -219,6 +224,7 @@ class Tapered(Moment):
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
         distance = (127 << 23) + TAPER - (x * inverse).view(torch.int32)
+        # Codes fall as the distance grows, so the noise is mirrored.
         bits = distance.to(torch.float32).view(torch.int32) + (0xFFFF - noise) * 2 + 1
         code = (TAPER_TOP - (bits >> TAPER_SHIFT)).clamp(min=0)
         return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
@@ -243,6 +249,7 @@ class Linear(Moment):
 
     def decode(self, state: Encoded) -> Tensor:
         scale = _wide(state.scale)
+        # No code for zero: the smallest scale marks a tile of zeros.
         value = (state.codes.to(torch.float32) + 1.0) * (scale * 2.0**-4)
         return torch.where(scale == 2.0**-94, 0.0, value)
 
@@ -256,7 +263,7 @@ class SmallFloat(Moment):
         t = x.abs() * inverse
         y = t
         # Repeated squares and square roots are correctly rounded on every machine; pow is not.
-        if log_k is not None:  # t^(2^log_k) by repeated squares or square roots
+        if log_k is not None:
             wide = log_k[..., None]
             for times in (1, 2):
                 y = torch.where(wide >= times, y * y, torch.where(wide <= -times, square_root(y), y))
@@ -269,10 +276,12 @@ class SmallFloat(Moment):
             # to even.
             nearest = (y + shift) - shift
             magnitude = self._code_below(nearest if decays is None else torch.where(decays, y, nearest))
-        else:  # nothing above 0 becomes 0
+        # Second moments. No v > 0 becomes 0: a zero under the square root would make a huge step.
+        else:
             magnitude = self._drawn(t, y, log_k, noise)
             if log_k is not None:
-                normal = (y.view(torch.int32) + (noise << 4)).view(torch.float32)  # 20 bits are dropped
+                # E4M3 drops 20 bits; 16 random bits fill the upper ones.
+                normal = (y.view(torch.int32) + (noise << 4)).view(torch.float32)
                 magnitude = torch.where(log_k[..., None] < 0, self._code_below(y, normal, uniform(noise)), magnitude)
             magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
         if self.signed:
@@ -283,7 +292,8 @@ class SmallFloat(Moment):
     def _drawn(self, t: Tensor, y: Tensor, log_k: Tensor | None, noise: Tensor) -> Tensor:
         """Round t >= 0 stochastically to a code; y = top t^k."""
         if self.bits == 16:
-            normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
+            # float16 drops 13 mantissa bits, so 13 random bits are added.
+            normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))
             code = self._code_below(y, normal.view(torch.float32), uniform(noise))
         else:
             log_k = t.new_zeros(t.shape[:-1]) if log_k is None else log_k
@@ -305,7 +315,8 @@ class SmallFloat(Moment):
         fractions, subnormals, quarters = expansion_tables(magnitude.device)
         row = (log_k.to(torch.int64) + 2)[..., None].expand_as(magnitude)
         fraction = magnitude & 7
-        octaves = ((magnitude >> 3) - 15) << (2 - log_k.to(torch.int32))[..., None]  # in quarters
+        # In units of a quarter octave.
+        octaves = ((magnitude >> 3) - 15) << (2 - log_k.to(torch.int32))[..., None]
         power = ((octaves >> 2) + 127 << 23).view(torch.float32)
         normal = fractions[row, fraction] * quarters[octaves & 3] * power
         return torch.where(magnitude < 8, subnormals[row, fraction], normal)
@@ -317,8 +328,8 @@ class SmallFloat(Moment):
     def _code_below(self, y: Tensor, normal: Tensor | None = None, add: Tensor | float = 0.0) -> Tensor:
         """Round y down to a code.
 
-            normal  replaces y if y is normal, with noise added to its bits
-            add     added to a subnormal y, in units of the smallest subnormal
+        normal  replaces y if y is normal, with noise added to its bits
+        add     added to a subnormal y, in units of the smallest subnormal
         """
         subnormal = (y * 2.0 ** (self.bias + self.mantissa - 1) + add).to(torch.int32)
         bits = (y if normal is None else normal).view(torch.int32)
@@ -378,6 +389,7 @@ def scales(x: Tensor, drops: int) -> Tensor:
     """
     amax = x.abs().view(torch.int32).amax(-1)
     bits = ((amax + drops) & ~drops).clamp(min=LEAST_SCALE)
+    # The bits of magnitudes have the order of the magnitudes, and NaN is the largest.
     return torch.where(amax > MOST_AMAX, float("nan"), bits.view(torch.float32)).to(torch.bfloat16)
 
 

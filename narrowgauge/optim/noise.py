@@ -29,8 +29,10 @@ from narrowgauge.structure import plain_name
 
 # Python integers do not wrap, so each product is reduced to 32 bits.
 MASK = 0xFFFFFFFF
-BLOCK = 16  # elements whose numbers come from eight mixings
-WEIGHTS = 0x5BD1E995  # what tells the numbers of a weight from those of its states
+# Elements that share eight mixings.
+BLOCK = 16
+# Separates the random numbers of a weight from the random numbers of its states.
+WEIGHTS = 0x5BD1E995
 
 
 def mix(x: int) -> int:

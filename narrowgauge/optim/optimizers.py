@@ -11,28 +11,29 @@ from narrowgauge.optim import rules
 from narrowgauge.optim.base import Backend, NarrowOptimizer
 from narrowgauge.optim.masters import Master
 
-StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str  # a pair "first/second" too, see states.py
+# Pairs "first/second" are valid too, see states.py.
+StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str
 Embeddings = Literal["fp32", "same"]
 
 
 class AdamW(NarrowOptimizer):
     """AdamW (decoupled weight decay, arXiv 1711.05101).
 
-        params      parameters, named parameters, groups, or a model (then `groups(model)`). A group
-                    may set its own `states`, and its own `rule` ("lion" or a `rules.Rule`) with
-                    that rule's options
-        states      format of both moments, with the bytes per parameter: fp32 8, 8bit 2.02, fp8
-                    2.05, fp8-lm 3.02, 4bit 1.03. A pair such as "8bit/fp16" sets each moment, see
-                    states.py
-        master      master weights of 16-bit parameters, see masters.py; None if all parameters are
-                    float32 (else ConfigError)
-        embeddings  "fp32": parameters with the name of an embedding keep float32 states, because
-                    their rows have rare gradients and then move far; "same" treats them as any
-                    other. Names are known only from a model or named parameters
-        seed        seed of all stochastic rounding
-        backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": step.cpp, on
-                    the CPU; "torch": plain torch in chunks. All compute the same numbers. "auto":
-                    the first available backend, with a warning if it is plain torch
+    params      parameters, named parameters, groups, or a model (then `groups(model)`). A group
+                may set its own `states`, and its own `rule` ("lion" or a `rules.Rule`) with
+                that rule's options
+    states      format of both moments, with the bytes per parameter: fp32 8, 8bit 2.02, fp8
+                2.05, fp8-lm 3.02, 4bit 1.03. A pair such as "8bit/fp16" sets each moment, see
+                states.py
+    master      master weights of 16-bit parameters, see masters.py; None if all parameters are
+                float32 (else ConfigError)
+    embeddings  "fp32": parameters with the name of an embedding keep float32 states, because
+                their rows have rare gradients and then move far; "same" treats them as any
+                other. Names are known only from a model or named parameters
+    seed        seed of all stochastic rounding
+    backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": step.cpp, on
+                the CPU; "torch": plain torch in chunks. All compute the same numbers. "auto":
+                the first available backend, with a warning if it is plain torch
     """
 
     rule = rules.ADAMW

@@ -24,8 +24,10 @@ from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
 # Value of `kept_as` for a parameter whose states stay float32 for this reason.
-CUT = "shards cut its tiles"  # why states stay wide
-SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
+CUT = "shards cut its tiles"
+# Elements. Below, a quantized state saves too little for its error (the bound of bitsandbytes and
+# torchao).
+SMALLEST = 4096
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 _OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
 _KNOWN = _OF_RULES | {"params", "lr", "weight_decay"}
@@ -41,10 +43,10 @@ _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: str = "fp32") -> list[dict[str, Any]]:
     """Return the trainable parameters of a model as named groups. A tied weight appears once.
 
-        weight_decay  weight decay of matrices, if given; tensors of one axis (norms, biases) get 0
-                      and their own group
-        embeddings    "fp32": weights of an nn.Embedding, also if a head is tied to the weight, go
-                      into groups with states="fp32"; "same": they stay with the others
+    weight_decay  weight decay of matrices, if given; tensors of one axis (norms, biases) get 0
+                  and their own group
+    embeddings    "fp32": weights of an nn.Embedding, also if a head is tied to the weight, go
+                  into groups with states="fp32"; "same": they stay with the others
     """
     require_module(model, "groups")
     _check_embeddings("groups", embeddings)
@@ -60,7 +62,8 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
         group: dict[str, Any] = {"params": named}
         if is_embedding:
             group |= {"states": "fp32", "why": "embedding"}
-        else:  # what a model's modules say counts more than what names look like
+        # Module types are known here, so the name pattern must not be applied as well.
+        else:
             group |= {"embeddings": "same"}
         if weight_decay is not None:
             group["weight_decay"] = 0.0 if is_vector else weight_decay
@@ -76,8 +79,8 @@ def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: rules.Rule) -> None:
     """Raise ConfigError for an invalid number or option in a group. torch ignores both.
 
-        kind   class name of the optimizer, for messages
-        known  options that the group may contain
+    kind   class name of the optimizer, for messages
+    known  options that the group may contain
     """
     for name in ("lr", "weight_decay", "eps"):
         if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
@@ -101,7 +104,8 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
             code="optim.nesterov",
         )
     states.refuse(kind, group["states"], len(rule.moments))
-    if group["master"] not in list(masters.KINDS):  # by equality: a group may name what has no hash
+    # `in` on a list compares by equality: a group may contain an unhashable value.
+    if group["master"] not in list(masters.KINDS):
         given = [str(each) for each in masters.KINDS if each is not None]
         near = closest(str(group["master"]), given) or ", ".join(map(repr, given))
         raise OptionError(f"{kind}: no master {group['master']!r}. Closest: {near}.", code="optim.master")
@@ -147,7 +151,8 @@ def refuse_word(name: object, value: object) -> str:
     if value is None or (isinstance(value, bool | int | float) and not value):
         return ""
     if name == "decoupled_weight_decay":
-        return ""  # of AdamW it is
+        # AdamW's decay is decoupled.
+        return ""
     hint = _INSTEAD.get(str(name), "Leave it out, or take the optimizer of torch.optim that has it.")
     return f"an option of torch.optim that narrowgauge.optim does not compute. {hint}"
 

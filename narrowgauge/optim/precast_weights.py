@@ -32,10 +32,10 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight, refuse_here
 class _Link:
     """One layer and the cast that the step writes for it.
 
-        fixed    permanent reason against a cast (a clause), or ''
-        reason   present reason against a cast, or ''
-        stepped  buffers of the cast, or None
-        made_of  inputs of the last decision; held, because they are compared by identity
+    fixed    permanent reason against a cast (a clause), or ''
+    reason   present reason against a cast, or ''
+    stepped  buffers of the cast, or None
+    made_of  inputs of the last decision; held, because they are compared by identity
     """
 
     name: str
@@ -47,7 +47,8 @@ class _Link:
 
     def now(self, parameter: Tensor) -> PrecastWeight | None:
         layer = self.layer
-        if not isinstance(layer, QLinear):  # since `convert(model, None)`
+        # `convert(model, None)` has turned the layer back into a Linear.
+        if not isinstance(layer, QLinear):
             self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
             return None
         window = layer.window("w")

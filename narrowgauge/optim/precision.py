@@ -31,13 +31,13 @@ from narrowgauge.nn.float32_modules import NORMS, SOFTMAX, to_16_bits
 class Precision:
     """One precision.
 
-        weights       dtype of the model's parameters
-        autocast      dtype for `torch.autocast`, or None for none
-        update        "plain", "master" (float32 copies) or "stochastic" (stochastic rounding
-                      without a copy); see `optim.masters`
-        scales_loss   True if a GradScaler protects float16 gradients from underflow
-        keeps         modules of a 16-bit model with float32 weights and arithmetic, see
-                      `nn.float32_modules`
+    weights       dtype of the model's parameters
+    autocast      dtype for `torch.autocast`, or None for none
+    update        "plain", "master" (float32 copies) or "stochastic" (stochastic rounding
+                  without a copy); see `optim.masters`
+    scales_loss   True if a GradScaler protects float16 gradients from underflow
+    keeps         modules of a 16-bit model with float32 weights and arithmetic, see
+                  `nn.float32_modules`
     """
 
     name: str

@@ -60,19 +60,21 @@ from narrowgauge.optim.moments import square_root
 
 # Terms of K_t that are summed exactly; the rest is a geometric series.
 LAG_TERMS = 128
-SLACK, MOST = 1 + 2.0**-8, 2.0**120  # of a bound: roundings of m and v; what float32 holds beside a root
+# Factor of the bound for rounding errors of m and v, and the largest bound that float32 can
+# multiply by a root.
+SLACK, MOST = 1 + 2.0**-8, 2.0**120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     """Scalars of one step for the rules of BUILT_IN, shared with step.cpp and the Triton kernel.
 
-        decay          1 - lr wd; the coupled weight decay in SGD
-        step_size      negative
-        correction     1 / sqrt(1 - beta2^t)
-        bound          B_t, see the module
-        lag            K_t; for SGD the whole factor of the weight
-        lag_of_decay   K_t if v decays too
+    decay          1 - lr wd; the coupled weight decay in SGD
+    step_size      negative
+    correction     1 / sqrt(1 - beta2^t)
+    bound          B_t, see the module
+    lag            K_t; for SGD the whole factor of the weight
+    lag_of_decay   K_t if v decays too
     """
 
     beta1: float = 0.0
@@ -96,18 +98,18 @@ Updated = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, 
 class Rule:
     """An update rule.
 
-        name         name in groups and saved states
-        moments      names of the state tensors, at most two
-        constants    (group, step) -> scalars of a step; steps count from 1
-        update       (weight, gradient, first moment, second moment, constants, holds) -> (weight,
-                     first, second, decays[, lag]), all float32 of one shape. decays: True where the
-                     first moment only decays. lag: see the module, only if the weight is to be
-                     corrected. holds: True if one of two moments is quantized, so m is clamped. A
-                     moment that the rule does not keep is zeros, and its result is ignored
-        draws_first  round the first moment stochastically, regardless of `decays`
-        granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
-                     tensor, [rows, columns]
-        options      options of a group beside lr and weight_decay, with their defaults
+    name         name in groups and saved states
+    moments      names of the state tensors, at most two
+    constants    (group, step) -> scalars of a step; steps count from 1
+    update       (weight, gradient, first moment, second moment, constants, holds) -> (weight,
+                 first, second, decays[, lag]), all float32 of one shape. decays: True where the
+                 first moment only decays. lag: see the module, only if the weight is to be
+                 corrected. holds: True if one of two moments is quantized, so m is clamped. A
+                 moment that the rule does not keep is zeros, and its result is ignored
+    draws_first  round the first moment stochastically, regardless of `decays`
+    granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
+                 tensor, [rows, columns]
+    options      options of a group beside lr and weight_decay, with their defaults
     """
 
     name: str
@@ -142,7 +144,8 @@ def bound(beta1: float, beta2: float, step: int) -> float:
         return MOST
     else:
         ratio = beta1**2 / beta2
-        powers = math.expm1(min(step * math.log(ratio), 300.0))  # ratio^step - 1, no larger than MOST needs
+        # ratio^step - 1 without cancellation; the exponent is limited to what MOST needs.
+        powers = math.expm1(min(step * math.log(ratio), 300.0))
         total = float(step) if ratio == 1 else powers / (ratio - 1)
     return min((1 - beta1) * math.sqrt(total / (1 - beta2)) * SLACK, MOST)
 
@@ -189,11 +192,13 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool
     m = m + (g - m) * c.one_minus_beta1
     # This order of products is torch's addcmul; another order changes the last bit.
     v = v * c.beta2 + g * c.one_minus_beta2 * g
+    # Not torch.sqrt, which is not correctly rounded on a CPU; the kernels must match bit for bit.
     root = square_root(v)
     if not holds:
         return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
     limit = root * c.bound
-    held = m.abs() > limit  # neither of a NaN
+    # A NaN in m or v compares as False, so it is not clamped and stays visible.
+    held = m.abs() > limit
     m = torch.where(held, torch.copysign(limit, m), m)
     # torch computes `number / tensor` as number * reciprocal(tensor), which rounds twice. A
     # quotient of two tensors is rounded once, as in the kernels.
@@ -226,6 +231,7 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) 
     decays = only_decays(g, m, c.one_minus_beta1)
     d = g + w * c.decay
     m = m * c.beta1 + d
+    # lag is constant for SGD: its rate does not depend on v.
     return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays, torch.full_like(w, c.lag)
 
 
@@ -241,7 +247,8 @@ SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
     options={"momentum": 0.9, "nesterov": False},
 )  # fmt: skip
-BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}  # in the order of their numbers in the kernels
+# The order is the order of rule numbers in the kernels.
+BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}
 
 
 def refuse(rule: Rule) -> str:
@@ -260,7 +267,8 @@ def get(name: str, known: Mapping[str, Rule]) -> Rule:
     Raises ConfigError with the closest names.
     """
     rules = {**BUILT_IN, **known}
-    if name not in list(rules):  # by equality: a group may name what has no hash
+    # `in` on a list compares by equality: a group may contain an unhashable value.
+    if name not in list(rules):
         near = closest(str(name), rules) or ", ".join(map(repr, rules))
         raise OptionError(
             f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.",

@@ -101,8 +101,10 @@ def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
         stepped = None if kind.cast is None else _stepped(weight, kind.cast, number)
         state = new_state(weight, kind.rule, states, kind.master, device)
         found.append(ParamStep.of(weight, kind.rule, states, kind.master, state, number=number, stepped=stepped))
-        if kind.cast is None:  # else the parameter is whole
-            # The second is a shard from the middle of a matrix; both begin within a block of random numbers where the kind's does.
+        # Casts are written only for whole parameters, so a cast excludes a shard.
+        if kind.cast is None:
+            # The second tensor is a shard from the middle of a matrix. Both begin inside a random
+            # block at the kind's shift.
             before = number * kind.tile
             found[-1].part = Part(columns=columns + 2 * before, row=3 * number, column=before + kind.shift)
     return found

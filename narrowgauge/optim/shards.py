@@ -33,8 +33,8 @@ _PLAIN = Tensor.__torch_dispatch__
 class Part:
     """Block of a parameter, read as [rows, columns], on this rank.
 
-        columns      columns of the whole parameter
-        row, column  position of the block's first element in the whole parameter
+    columns      columns of the whole parameter
+    row, column  position of the block's first element in the whole parameter
     """
 
     columns: int
@@ -66,7 +66,8 @@ def local(x: Tensor) -> Tensor:
         return x
     with torch.no_grad():
         found = x.to_local()  # type: ignore[attr-defined]
-    return found.wait() if hasattr(found, "wait") else found  # of a collective that is under way
+    # An asynchronous collective may still be in flight.
+    return found.wait() if hasattr(found, "wait") else found
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -23,12 +23,12 @@ from narrowgauge.optim.shards import local
 class StateRow:
     """Parameters with the same states, reason and backend.
 
-        states        name of the state format
-        rule          reason for the format, see `param_groups.kept_as`
-        backend       "triton", "native", or "torch" with a reason; '' for an optimizer of another
-                      library
-        slow_because  the reason alone, if plain torch replaces a kernel; else ''
-        state_bytes   bytes of states and masters, with scales and step counts
+    states        name of the state format
+    rule          reason for the format, see `param_groups.kept_as`
+    backend       "triton", "native", or "torch" with a reason; '' for an optimizer of another
+                  library
+    slow_because  the reason alone, if plain torch replaces a kernel; else ''
+    state_bytes   bytes of states and masters, with scales and step counts
     """
 
     states: str
@@ -96,7 +96,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
         raise ConfigError(
             f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.", code="state-bytes.optimizer"
         )
-    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):  # of ZeRO the part of this rank
+    # For ZeRO, measure this rank's inner optimizer.
+    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):
         optimizer = local_one
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
@@ -130,7 +131,8 @@ def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
     if isinstance(optimizer, NarrowOptimizer):
         return sum(_bytes(x) for group, each in new for x in optimizer._local_state(each, group).values())
     if isinstance(getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        return 0  # it stands around another
+        # A wrapper of another optimizer cannot be stepped on its own.
+        return 0
     return sum(_bytes_of_step(optimizer, group, local(each)) for group, each in new)
 
 
@@ -141,7 +143,8 @@ def _bytes_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], para
     probe = copy.copy(optimizer)
     probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [small]}]
     try:
-        with torch.no_grad():  # without the hooks that torch calls around it: nothing has stepped
+        # Unwrapped, because torch's step hooks must not see a step that is none.
+        with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(probe)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
         return 0

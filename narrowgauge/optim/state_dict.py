@@ -193,7 +193,8 @@ def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
             "saved, or start with a fresh state."
         )
     local = {name: shards.local(x) if isinstance(x, Tensor) else x for name, x in saved.items()}
-    for name, x in local.items():  # floats alone: whole numbers are codes, whose scales are among the floats
+    # Integer tensors hold codes, whose scales are float tensors in the same state.
+    for name, x in local.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or not holds_numbers(x):
             continue
         wide = x.to(torch.bfloat16) if x.element_size() == 1 else x

@@ -82,5 +82,6 @@ def same(one: object, other: object) -> bool:
         return one == other
     try:
         return named(one) == named(other)
-    except KeyError:  # of a state that was saved elsewhere
+    # The state was saved elsewhere, with a name unknown here.
+    except KeyError:
         return False

@@ -29,17 +29,17 @@ from narrowgauge.optim.shards import Part
 # Of weights and gradients, with their numbers in the kernels.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The float32 copies of 2^16 elements fit in a core's second-level cache.
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentState:
     """Tensors of one moment of a whole parameter, with one line per row.
 
-        format     Moment
-        codes      [rows, columns]; 4-bit codes [rows, ceil(columns / 2)]
-        scale      [rows, tiles]
-        expansion  [rows, tiles]
+    format     Moment
+    codes      [rows, columns]; 4-bit codes [rows, ceil(columns / 2)]
+    scale      [rows, tiles]
+    expansion  [rows, tiles]
     """
 
     format: Moment
@@ -52,27 +52,27 @@ class MomentState:
 class ParamStep:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
-        rule               see `rules`
-        source             the parameter, or the local part of a DTensor
-        state              tensors of its state; compared by identity to detect a replaced state
-        part               block of the whole parameter, by which random numbers count elements
-        is_shard           True for a DTensor
-        weight             [rows, columns]; a copy if the parameter is not contiguous
-        master             [rows, columns] or None
-        master_scale       [rows, tiles] with fp16-scaled, else None
-        gradient           of the current step; contiguous, of the parameter's shape
-        constants          scalars of the current step
-        step_key           noise key of the current step
-        if_left_out        (constants, step_key) for one, two, ... skipped earlier steps, see
-                           `left_out`
-        number             noise number of the parameter, from its name or its position in the
-                           groups; see `noise.of_name`
-        native             data that a compiled backend caches here
-        backend            (key of gradient dtype and alignment, chosen backend), or None
-        asked              options of the group that decided the state's format, see
-                           `param_groups.asked`
-        stepped            buffers for the cast of the new weight, or None
-        address            identity of the source's memory
+    rule               see `rules`
+    source             the parameter, or the local part of a DTensor
+    state              tensors of its state; compared by identity to detect a replaced state
+    part               block of the whole parameter, by which random numbers count elements
+    is_shard           True for a DTensor
+    weight             [rows, columns]; a copy if the parameter is not contiguous
+    master             [rows, columns] or None
+    master_scale       [rows, tiles] with fp16-scaled, else None
+    gradient           of the current step; contiguous, of the parameter's shape
+    constants          scalars of the current step
+    step_key           noise key of the current step
+    if_left_out        (constants, step_key) for one, two, ... skipped earlier steps, see
+                       `left_out`
+    number             noise number of the parameter, from its name or its position in the
+                       groups; see `noise.of_name`
+    native             data that a compiled backend caches here
+    backend            (key of gradient dtype and alignment, chosen backend), or None
+    asked              options of the group that decided the state's format, see
+                       `param_groups.asked`
+    stepped            buffers for the cast of the new weight, or None
+    address            identity of the source's memory
     """
 
     rule: Rule
@@ -189,7 +189,8 @@ def new_state(
         four_bits = (rows, (columns + 1) // 2)
         state[name] = torch.zeros(four_bits if format.bits == 4 else shape, dtype=format.dtype, device=device)
         if format is moments.DYNAMIC4:
-            state[name].fill_(0x88)  # two codes of zero
+            # Two 4-bit codes 8, which decode to zero.
+            state[name].fill_(0x88)
         if format.has_scale:
             state[f"{name}_scale"] = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device)
         if format.expands:
@@ -253,7 +254,9 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     else:
         w, m, v, decays, *lag = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         if columns % param_step.tile:
-            for x in (w, m, v):  # a rule may make any number, 0 / 0 too, of the zeros that fill the last tile
+            # A rule may turn padding zeros into any number, even 0 / 0, which would spoil the
+            # tile's scale.
+            for x in (w, m, v):
                 x[:, -1, columns % param_step.tile :] = 0.0
     # Both moments of an element share one random number; the weight draws another.
     bits = noise.bits(param_step.noise_key, index)
@@ -263,9 +266,7 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
         assert first.scale is not None
         # The step adds m - decode(encode(m)) times the lag (error feedback, see `rules`). A
         # non-finite tile adds 0, because it becomes visible in the next step.
-        lost = torch.where(
-            first.scale.isnan()[..., None], 0.0, m - format.decode(first)
-        )  # a poisoned tile shows itself later
+        lost = torch.where(first.scale.isnan()[..., None], 0.0, m - format.decode(first))
         w = w + lost * lag[0]
         if columns % param_step.tile:
             w[:, -1, columns % param_step.tile :] = 0.0
@@ -302,7 +303,8 @@ def decode_rows(kept: MomentState, rows: slice, columns: int, tiles: int, tile: 
     expansion = None if kept.expansion is None else kept.expansion[rows]
     x = kept.format.decode(Encoded(codes, scale, expansion))
     if columns % tile:
-        x[:, -1, columns % tile :] = 0.0  # what fills the last tile counts for nothing
+        # Padding of the last tile must not change its scale.
+        x[:, -1, columns % tile :] = 0.0
     return x
 
 

@@ -49,9 +49,9 @@ Clip = Literal["previous", "two-pass", "parameter"]
 class InBackward:
     """Handle returned by `in_backward`; `remove()` returns the gradients to the training loop.
 
-        norm          norm of the last finished step before clipping, 0-d float32; None before the
-                      first step, and if neither clipping nor `knows_norm` needs it
-        accumulation  backward passes per step
+    norm          norm of the last finished step before clipping, 0-d float32; None before the
+                  first step, and if neither clipping nor `knows_norm` needs it
+    accumulation  backward passes per step
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class InBackward:
         self._waiting: dict[int, tuple[int, int, int, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         # Positions of parameters that have a hook.
-        self._hooked: set[int] = set()  # places
+        self._hooked: set[int] = set()
         self.norm: Tensor | None = None
         self._parts = NormInParts()
-        self._pass: Literal["none", "measures", "steps"] = "none"  # of two
-        self._stepped: set[int] = set()  # places, in the second of them
+        # "measures" and "steps" are the passes of clip="two-pass".
+        self._pass: Literal["none", "measures", "steps"] = "none"
+        # Positions of parameters that have stepped in the second pass, to detect a second gradient.
+        self._stepped: set[int] = set()
         # Steps of each parameter since `optimizer.step()`, by position. None after the warning was
         # issued.
         self._times: dict[int, int] | None = {}
@@ -151,7 +153,9 @@ class InBackward:
             scale_gradients([parameter], self._largest, self.norm)
         if self._times is not None:
             self._times[order] = self._times.get(order, 0) + 1
-        group = self._optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
+        # Looked up now, because load_state_dict replaces the group dictionaries.
+        group = self._optimizer.param_groups[place]
+        # _step and not step: torch's step hooks run once, in `optimizer.step()`.
         self._optimizer._step([(parameter, group, number)])
         parameter.grad = None
 
@@ -178,10 +182,11 @@ class InBackward:
         return closure()
 
     def measure(self, closure: Callable[[], Any]) -> Any:
-        """Run the closure to compute `norm` alone; no parameter steps. Returns the closure's result.
+        """Run the closure to compute `norm` alone; no parameter steps.
 
-        torch's random generators are restored afterwards. Parameters unfrozen since the last step
-        get hooks first: otherwise `optimizer.step()` would see the sum of both passes.
+        Returns the closure's result. torch's random generators are restored afterwards. Parameters
+        unfrozen since the last step get hooks first: otherwise `optimizer.step()` would see the sum
+        of both passes.
         """
         for place in range(len(self._optimizer.param_groups)):
             self.hook_group(place)

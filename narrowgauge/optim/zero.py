@@ -75,8 +75,7 @@ class ZeroBalance:
 
     @property
     def ratio(self) -> float:
-        """Bytes of the fullest rank over the mean: 1 is even, the number of ranks is the worst case.
-        """
+        """Bytes of the fullest rank over the mean: from 1 (even) to the number of ranks (worst)."""
         return max(self.state_bytes) * len(self.state_bytes) / max(sum(self.state_bytes), 1)
 
     def __str__(self) -> str:
@@ -103,7 +102,8 @@ def zero_balance(
     plain, _ = _groups_and_names(model, options)
     sizes = state_bytes(optimizer(plain, **options))
     counts, found = [0] * world, [0] * world
-    for group in plain:  # as ZeroRedundancyOptimizer, torch 2.11 to 2.13
+    # The same greedy order as ZeroRedundancyOptimizer, torch 2.11 to 2.13.
+    for group in plain:
         for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
             rank = counts.index(min(counts))
             counts[rank] += parameter.numel()

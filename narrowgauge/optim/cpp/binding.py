@@ -101,6 +101,7 @@ def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
         constants = shared[id(c)] = _Constants(*numbers, rules.number(param_step.rule), c.nesterov)
     job.gradient, job.gradient_dtype = address(gradient), DTYPES[gradient.dtype]
     job.noise, job.constants = param_step.noise_key, ctypes.addressof(constants)
+    # The key costs a hash per parameter and step, so it is computed only if the weight draws noise.
     if param_step.master_kind is not None:
         job.weight_noise = param_step.weight_noise_key
     return job

@@ -31,8 +31,9 @@ LIBRARY = Library(
 
 
 class Blocks:
-    """Gradients as blocks of 4,096 elements. `of` returns None for tensors that the kernel does not
-    accept.
+    """Gradients as blocks of 4,096 elements.
+
+    `of` returns None for tensors that the kernel does not accept.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -47,7 +48,8 @@ class Blocks:
         )
         self._given = [torch.tensor(list(each), dtype=torch.int64, device="cpu") for each in columns]
         self._sums = torch.zeros(self.count, dtype=torch.float64, device="cpu")
-        self._tensors = tensors  # whose memory is read
+        # Keeps the memory alive whose addresses the kernel gets.
+        self._tensors = tensors
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Blocks | None:
@@ -62,6 +64,7 @@ class Blocks:
         ):
             return None
         fit = all(each.device.type == "cpu" and each.dtype in DTYPES and each.is_contiguous() for each in tensors)
+        # Zero tensors of autograd report a shape and dtype but have no memory.
         return cls(tensors) if fit and not any(map(torch._is_zerotensor, tensors)) else None
 
     def square(self) -> Tensor:

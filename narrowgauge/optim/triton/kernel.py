@@ -62,8 +62,11 @@ LION = tl.constexpr(1)
 
 AMAX = tl.constexpr(1)
 CODES = tl.constexpr(2)
-BAND = tl.constexpr(32)  # rows: a sector of w.T
-PARTS = tl.constexpr(64)  # places that programs share for the largest magnitude, see `ops.quantize.precast_weight`
+# Rows of a band: a column of w.T codes fills one 32-byte memory sector.
+BAND = tl.constexpr(32)
+# Programs spread their amax over PARTS addresses, so that atomics rarely collide; see
+# `ops.quantize.precast_weight`.
+PARTS = tl.constexpr(64)
 
 
 @triton.jit
@@ -132,7 +135,9 @@ def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
 
 @triton.jit
 def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.constexpr):
-    """Store the weight and its master, as `masters.store` does; noise int32 for stochastic kinds.
+    """Store the weight and its master, as `masters.store` does.
+
+    noise: int32, read by stochastic kinds.
     """
     if F.master == STOCHASTIC and F.weight == FLOAT16:
         size = tl.abs(x)
@@ -168,7 +173,8 @@ def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.conste
 @triton.jit
 def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
     """Store the codes of w and of w.T with the scale of the next step, if it is known."""
-    C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
+    # A local constexpr: Triton before 3.9 does not accept the bare attribute as an argument.
+    C: tl.constexpr = F.cast
     amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
     if amax > 0:
         scale = scale_of(amax.to(tl.int32, bitcast=True), C)
@@ -200,6 +206,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
             rate = tl.div_rn(tl.zeros_like(root) + step_size, bottom)
             lag = rate * tl.where(decays, _constant(step_args, 10), _constant(step_args, 9))
             limit = root * _constant(step_args, 8)
+            # A NaN compares as False, so it is not clamped and stays visible.
             held = tl.abs(m) > limit
             m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
             decays = decays | held
@@ -208,6 +215,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
             w = w * decay + tl.div_rn(m * step_size, bottom)
     elif F.rule == LION:
         direction = m + (g - m) * one_minus_beta1
+        # NaN stays NaN, unlike in a sign function.
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
         w = w * decay + sign * step_size
         m = m + (g - m) * one_minus_beta2
@@ -264,8 +272,11 @@ def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: t
             expansions = _pointer(tl.load(line + FIELD + 2), tl.int8, False)
             log_k = tl.load(expansions + tile, mask=inside, other=0).to(tl.int32)
         codes = tl.where(
-            mask, decode_moment(codes, scale, log_k, tables, M), 0.0
-        )  # what fills the last tile counts for nothing
+            mask,
+            decode_moment(codes, scale, log_k, tables, M),
+            0.0,
+            # Padding of the last tile must not change its scale.
+        )
     return codes
 
 
@@ -294,7 +305,8 @@ def _write_moment(
         elif M.bits == 8:
             tl.store(_pointer(address, tl.int8, F.aligned) + offset, codes.to(tl.int8), mask=mask)
         else:
-            codes = tl.where(mask, codes, 0)  # an odd row ends in a nibble of zero
+            # A row of odd length ends in a half byte of zero.
+            codes = tl.where(mask, codes, 0)
             first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
             at, there = _bytes(place, F)
             tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
@@ -340,7 +352,8 @@ def _taken(
     key = mix(tl.load(head).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
     # Half of the index of each tile's first element in the whole parameter, modulo 2^32, as
     # `noise_bits` counts.
-    if F.casts != 0:  # casts are left of whole parameters alone, and registers are dear
+    # Only whole parameters get casts, so the shorter form is exact there. Registers are scarce.
+    if F.casts != 0:
         first = tile.to(tl.uint32) * (F.tile // 2)
     else:
         first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
@@ -351,6 +364,7 @@ def _taken(
     m = _read_moment(line, 7, place, tables, F, FIRST)
     v = _read_moment(line, 10, place, tables, F, SECOND)
     w, m, v, decays, lag = _updated(w, g, m, v, head, F, FIRST, SECOND)
+    # Both moments of an element share one random number, as in the definition.
     noise = noise_bits(key, first, within)
     LAGS: tl.constexpr = FIRST.has_scale and F.rule != LION
     lost = _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST, F.rule == LION, LAGS)
@@ -371,9 +385,12 @@ def step(which, table, step_args, tables, left_out, F: tl.constexpr):
     line = table + number * FIELDS
     columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
     WIDTH: tl.constexpr = F.width
-    FIRST: tl.constexpr = F.first  # as arguments, the bare attributes do not compile before Triton 3.9
+    # Local constexprs: bare attributes as arguments do not compile before Triton 3.9.
+    FIRST: tl.constexpr = F.first
     SECOND: tl.constexpr = F.second
-    if F.aligned:  # by no more than all types can load at once: threads then take the same elements of every tensor
+    # The divisor is the vector width that all dtypes can load at once: threads then hold the same
+    # elements of every tensor.
+    if F.aligned:
         columns = tl.multiple_of(columns, WIDTH)
     tile, row, across, inside = _own_tiles(tl.load(line).to(tl.int32), per_row, total, F)
     begin = across.to(tl.int64) * F.tile
@@ -392,11 +409,13 @@ def step(which, table, step_args, tables, left_out, F: tl.constexpr):
     elif tl.load(left_out) == 0:
         head = step_args - tl.load(left_out + 1) * HEAD
         seen = _taken(line, number, step_args, head, tables, place, across, F, FIRST, SECOND)
-    else:  # the weight stays; where its cast is left, it is that of the weight as it is
+    # The step is skipped: its cast is the cast of the unchanged weight.
+    else:
         seen = _read(tl.load(line + 4), offset, mask, F.weight, F.aligned)
     if F.casts != 0:
         largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
         maxima = _pointer(tl.load(line + 16), tl.int32, True)
+        # The bits of magnitudes have the order of the magnitudes, so an integer maximum is exact.
         tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     if F.casts == CODES:
         # One column of tiles: the same in all of its rows.

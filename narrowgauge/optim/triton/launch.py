@@ -44,27 +44,32 @@ ELEMENTS, WARPS = 2048, 4
 # would write 16 bytes, but at 160 to 200 registers a thread only one such program fits on a
 # multiprocessor. Not measured on a GPU yet.
 EXPANDING_ELEMENTS = 1024
-HEAD = 16  # whole numbers of step arguments before the addresses
-ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
-NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
-BAND = 32  # rows that programs of CODES take together, see the kernel
-HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
+# Integers of step arguments before the addresses; the kernel declares the same number.
+HEAD = 16
+# Bytes of an address, and elements of a row, that allow 16-byte loads.
+ALIGNMENT = 16
+# Parts of the weight's cast that the step writes.
+NOTHING, AMAX, CODES = range(3)
+# Rows that programs of CODES step together, see the kernel.
+BAND = 32
+# Launch sizes of the kernel `foresee`.
+HISTORY_BLOCK, HISTORY_WARPS = 1024, 4
 
 
 @dataclass(frozen=True)
 class Form:
-    """Compile-time constants of the kernel; numbers and sizes of a tensor are not part of them.
+    """Compile-time constants of the kernel; sizes and step-dependent numbers are excluded.
 
-        rule, nesterov          see `rules`
-        weight, gradient        dtype numbers: 0 float32, 1 bfloat16, 2 float16
-        master                  number of the master, see `masters.KINDS`
-        tile, tiles             elements that share a scale; tiles of a program
-        shift                   elements of a shard's first random block (16 elements) on another
-                                rank; 0 unless the weight is rounded stochastically
-        aligned, width          True if 16-byte loads are possible; consecutive elements per thread
-        casts, cast             NOTHING, AMAX or CODES; constants of the codes
-        turns_aligned           True if codes of the transposed weight can be stored 16 bytes at a
-                                time
+    rule, nesterov          see `rules`
+    weight, gradient        dtype numbers: 0 float32, 1 bfloat16, 2 float16
+    master                  number of the master, see `masters.KINDS`
+    tile, tiles             elements that share a scale; tiles of a program
+    shift                   elements of a shard's first random block (16 elements) on another
+                            rank; 0 unless the weight is rounded stochastically
+    aligned, width          True if 16-byte loads are possible; consecutive elements per thread
+    casts, cast             NOTHING, AMAX or CODES; constants of the codes
+    turns_aligned           True if codes of the transposed weight can be stored 16 bytes at a
+                            time
     """
 
     rule: int
@@ -194,7 +199,8 @@ class Batch:
                 each.first_index // noise.BLOCK * (noise.BLOCK // 2),
                 each.part.row_length(each.tile) // each.tile,
             ]
-            bands = -(-rows // BAND) * (BAND // form.tiles) * per_row  # whole ones where the codes of w.T are written
+            # Whole bands, for codes of w.T; programs beyond the last row are masked.
+            bands = -(-rows // BAND) * (BAND // form.tiles) * per_row
             counts.append(bands if form.casts == CODES else -(-rows * per_row // form.tiles))
         self.programs = sum(counts)
         self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
@@ -209,6 +215,7 @@ class Batch:
         """
         first = self.param_steps[0]
         heads = [_head(*each) for each in (*reversed(first.if_left_out), (first.constants, first.step_key))]
+        # Addresses change at every step, because autograd allocates new gradients.
         gradients = [address(each.gradient) for each in self.param_steps]
         return list(chain(*heads, gradients, [0] * (len(gradients) % 2)))
 
@@ -218,8 +225,7 @@ class Batch:
         return 1 + len(self.param_steps[0].if_left_out)
 
     def _reached(self) -> Iterator[Tensor]:
-        """Tensors that a step reads and writes; tensors that it both reads and writes appear twice.
-        """
+        """Tensors that a step accesses; a tensor that it both reads and writes appears twice."""
         for each in self.param_steps:
             kept = [each.weight, each.master, each.master_scale]
             for moment in (each.first, each.second):
@@ -230,8 +236,8 @@ class Batch:
     def launch(self, step_args: Tensor, left_out: Tensor | None = None) -> None:
         """Launch the step.
 
-            step_args  int64 on the device, `step_args()` from its last head on
-            left_out   see the kernel
+        step_args  int64 on the device, `step_args()` from its last head on
+        left_out   see the kernel
         """
         form, count = self.form, len(self.param_steps)
         if form.casts:
@@ -260,8 +266,8 @@ def batches_of(
 ) -> dict[torch.device, list[Batch]]:
     """Return the batches of each device, with as few launches as possible.
 
-        makes  True builds missing batches, which writes to the device; False raises ConfigError for
-               them
+    makes  True builds missing batches, which writes to the device; False raises ConfigError for
+           them
     """
     groups: dict[tuple[torch.device, int, int], list[ParamStep]] = {}
     for each in param_steps:
@@ -269,7 +275,9 @@ def batches_of(
             groups.setdefault((each.weight.device, id(form_of_step(each)), id(each.constants)), []).append(each)
     found: dict[torch.device, list[Batch]] = {}
     for (device, form, _), members in groups.items():
-        key = (form, *map(id, members))  # what a batch keeps alive, and forms live as long as the process
+        # ids are safe keys: a batch keeps its members alive, and Forms are cached for the life of
+        # the process.
+        key = (form, *map(id, members))
         if key not in kept:
             if not makes:
                 raise ConfigError(
@@ -288,7 +296,10 @@ def step_args_of(batches: Sequence[Batch]) -> list[int]:
 
 
 def run(batches: Sequence[Batch], step_args: Tensor, left_out: Tensor | None = None) -> None:
-    """Launch all batches. step_args: `step_args_of(batches)` on the device; left_out: see the kernel.
+    """Launch all batches.
+
+    step_args  `step_args_of(batches)`, on the device
+    left_out   see the kernel
     """
     start = 0
     for batch in batches:
@@ -333,7 +344,8 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
 def _tables(device: torch.device) -> Tensor:
     return (
         _kept_tables(device) if dry_run_on() is None else _kept_tables.__wrapped__(device)
-    )  # which hold no numbers there
+        # Fake tensors have no values.
+    )
 
 
 @cache

@@ -58,9 +58,9 @@ def number_of(bits):
 def noise_bits(key, first, column):
     """`noise.bits` of element 2 first + column: int32 in [0, 2^16).
 
-        key     uint32
-        first   uint32 [T], a multiple of 8
-        column  int32 [TILE]
+    key     uint32
+    first   uint32 [T], a multiple of 8
+    column  int32 [TILE]
     """
     place = first[:, None] + ((column >> 4) * 8 + (column & 7)).to(tl.uint32)[None, :]
     mixed = mix(place + key)
@@ -102,7 +102,8 @@ def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BI
     if M.expands:
         row = (log_k + 2)[:, None] * 8
         fraction = magnitude & 7
-        octaves = ((magnitude >> 3) - 15) << (2 - log_k)[:, None]  # in quarters
+        # In units of a quarter octave.
+        octaves = ((magnitude >> 3) - 15) << (2 - log_k)[:, None]
         power = number_of(((octaves >> 2) + 127) << 23)
         normal = tl.load(tables + row + fraction) * tl.load(tables + 80 + (octaves & 3)) * power
         value = tl.where(magnitude < 8, tl.load(tables + 40 + row + fraction), normal)
@@ -138,6 +139,7 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
     elif M.kind == LINEAR4:
         wide = _read_scale(scale)
         x = (codes.to(tl.float32) + 1.0) * (wide * 0.0625)
+        # linear4 has no code for zero: the smallest scale marks a tile of zeros.
         x = tl.where(wide == 2.0**-94, 0.0, x)
     else:
         integer = codes.to(tl.int32)
@@ -149,7 +151,11 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
 
 @triton.jit
 def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
-    """x float32 [T, TILE], noise int32, decays bool -> (codes int32, scale int16 [T], log_k int8 [T]).
+    """x float32 [T, TILE], noise int32, decays bool -> (codes, scale, log_k).
+
+        codes  int32 [T, TILE]
+        scale  int16 [T], bits of bfloat16
+        log_k  int8 [T]
 
     DRAWS: round a first moment stochastically too.
     """
@@ -164,7 +170,8 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
         size = tl.zeros(x.shape, tl.int32)
         low = tl.zeros(x.shape, tl.float32)
         high = tl.zeros(x.shape, tl.float32) + LEVELS[0]
-        decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
+        # The scale of a tile that decays as a whole follows, so its codes may stay.
+        decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]
         for each in tl.static_range(7):
             if DRAWS:
                 reached = share >= LEVELS[each]
@@ -181,11 +188,13 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
         if DRAWS:
             size += noise * 32 + 16
         else:
+            # Five random bits suffice, because the correction of the weight takes back their bias.
             size += (noise & 31) << 16
         codes = tl.maximum((size >> 21) - BELOW, 0) | (((bits_of(x) >> 31) & 1) << 7)
     elif M.kind == TAPERED8:
         distance = (0 - bits_of(x * inverse) + DISTANCE).to(tl.float32)
         codes = 0 - ((bits_of(distance) + ((0xFFFF - noise) * 2 + 1)) >> SHIFT) + TOP_CODE
+        # No v > 0 becomes 0: a zero under the square root would make a huge step.
         codes = tl.maximum(codes, (x > 0).to(tl.int32))
     elif M.kind == LINEAR4:
         codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
@@ -215,7 +224,8 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRA
     """Encode to E4M3 or float16 as int32, with the sign in the highest of M.bits."""
     share = tl.abs(x) * inverse
     y = share
-    if M.expands:  # to the power 2^log_k by repeated squares or square roots
+    # t^(2^log_k) by repeated squares or correctly rounded square roots, as in the definition.
+    if M.expands:
         wide = log_k[:, None]
         for times in tl.static_range(1, 3):
             narrow = tl.sqrt_rn(y) if M.lowest <= -times else y
@@ -236,7 +246,8 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRA
                 drawn = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
                 codes = tl.where(log_k[:, None] < 0, drawn, codes)
         else:
-            normal = bits_of(y) + (noise >> (M.mantissa - 7))  # 13 bits for the 13 that float16 drops
+            # float16 drops 13 mantissa bits, so 13 random bits are added.
+            normal = bits_of(y) + (noise >> (M.mantissa - 7))
             normal = (normal >> (23 - M.mantissa)) - ((127 - M.bias) << M.mantissa)
             subnormal = (y * 2.0 ** (M.bias + M.mantissa - 1) + uniform(noise)).to(tl.int32)
             codes = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
@@ -273,7 +284,8 @@ def encode_master(x, noise):
     x = tl.where((scale == NAN >> 16)[:, None], 0.0, x)
     size = tl.minimum(tl.abs(x) * inverse, 1.0) * 32768.0
     gap_bits = bits_of(_power_below(size, 15)) - (10 << 23)
-    parts = size * number_of((254 << 23) - gap_bits)  # over the gap: exact
+    # Divides by the gap, a power of two: exact.
+    parts = size * number_of((254 << 23) - gap_bits)
     whole = tl.floor(parts)
     size = tl.where(uniform(noise) < parts - whole, whole + 1.0, whole) * number_of(gap_bits)
     signed = number_of(bits_of(size) | (bits_of(x) & -0x80000000))
