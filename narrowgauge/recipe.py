@@ -349,7 +349,7 @@ class WideBlocks:
     first 2 and the last 8 of 62 blocks in its 12B model.
 
     share       share of the blocks of a stack
-    first       number of these taken from the start, in stacks of at least `first_from` blocks
+    first       how many are taken from the start, in stacks of at least `first_from` blocks
     smallest    stacks with fewer blocks keep none: one block would be more than a quarter of the
                 model
     """

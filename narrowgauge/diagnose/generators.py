@@ -25,7 +25,7 @@ def seed_all(seed: int) -> None:
 
 
 def generators() -> dict[str, Any]:
-    """States of all generators: tensors, numbers, strings, and lists and tuples of them.
+    """States of all generators: tensors, numbers, strings, and nested lists and tuples.
 
     Skips absent numpy.
     """

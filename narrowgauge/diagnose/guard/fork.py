@@ -64,7 +64,7 @@ class Fork:
     ) -> Fork:  # fmt: skip
         """Copy the current state.
 
-        optimizer  an optimizer of torch or narrowgauge, or a list of them
+        optimizer  an optimizer of torch or narrowgauge, or a list of optimizers
         where      "host" for host memory, or a folder on a disk
         also       other objects that a step changes: schedulers, averaged models, torch.Generators,
                    or any object with `state_dict` and `load_state_dict`
