@@ -65,7 +65,7 @@ def _refuse_native(spec: Spec) -> Refusal | None:
     return Refusal("toolchain", reason) if (reason := binding.refuse()) else None
 
 
-# # The examples of this self-check are the cases in tests/ops/triton/stepped.py.
+# The examples of this self-check are the cases in tests/ops/triton/stepped.py.
 CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ())
 
 
@@ -106,7 +106,7 @@ def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
         if refusal is None:
             return Choice(triton, ())
         param_step.stepped.disable(refusal.text)
-        # `native` holds launch data that includes the pointers of the cast, so it is built again.
+        # `native` caches a compiled form that depends on the cast, so it is built again.
         param_step.stepped = param_step.native = None
     choice = _choice(_spec(param_step), backend)
     if backend == "auto" and choice.kernel.name == "torch":

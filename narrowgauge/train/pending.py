@@ -7,8 +7,8 @@ decide about updates that the host has not seen:
     found_inf   float16 overflow: the optimizer skips this update, as with GradScaler
     halted      a fatal loss or norm: this update and all updates after it are skipped
 
-Deferring never changes a result. As the host reads a fatal step, the weights are still at the
-last good step. `Step` keeps the micro-batches, amax states and RNG counters, so that Trainer can
+Deferring never changes a result. The weights are still at the last good step when the host reads a
+fatal step. `Step` keeps the micro-batches, amax states and RNG counters, so that Trainer can
 repeat the step and name the first non-finite module.
 """
 

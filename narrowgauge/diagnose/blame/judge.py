@@ -66,8 +66,8 @@ class Reading:
     is_narrow                              True if it was quantized
     among_integers                         True if it and the expected operand are integers
     slope, own_slope, distance, scale_off  see `recast`
-    uncast                                 largest ratio of a measure to its limit: above 1 the codes
-                                           are not a cast of the original
+    uncast                                 largest ratio of a measure to its limit: above 1 the
+                                           codes are not a cast of the original
     is_by_amax                             True if its scale comes from its own amax
     """
 
