@@ -39,13 +39,13 @@ SAME, SMALL, DIFFERS, UNKNOWN = "same", "small", "differs", "unknown"
 class SameCurve:
     """Verdict with its numbers in nats.
 
-        name        SAME, SMALL, DIFFERS or UNKNOWN
-        difference  mean difference; infinite if exactly one loss stopped being finite
-        loss        mean loss of the reference
-        control     largest block mean of the controls; None without a control
-        margin      difference that counts as small
-        steps       number of steps in the second half
-        why         reason why the reference could not have shown a difference; '' if it could
+    name        SAME, SMALL, DIFFERS or UNKNOWN
+    difference  mean difference; infinite if exactly one loss stopped being finite
+    loss        mean loss of the reference
+    control     largest block mean of the controls; None without a control
+    margin      difference that counts as small
+    steps       number of steps in the second half
+    why         reason why the reference could not have shown a difference; '' if it could
     """
 
     name: str

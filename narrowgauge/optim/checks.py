@@ -1,10 +1,10 @@
 """Detect optimizer settings that train without an error but lose updates in low precision.
 
-    second moment in bfloat16, beta2 >= 0.99      v changes by less than half a unit per step and
-    never decays; with beta2 = 0.999 it stops at about a quarter of its value when it rises
-    bfloat16 weights without a master             updates below 1/512 of a weight are lost
-    float16 weights or moments                    g^2 below 6e-8 is zero, and eps = 1e-8 is zero as
-    well
+    second moment in bfloat16, beta2 >= 0.99   v changes by less than half a unit per step and never
+                                               decays; with beta2 = 0.999 a rising v stops at about
+                                               a quarter of its value
+    bfloat16 weights without a master          updates below 1/512 of a weight are lost
+    float16 weights or moments                 g^2 below 6e-8 is zero, and so is eps = 1e-8
 
 The checks accept any torch optimizer and run before the first step. Optimizers of narrowgauge
 refuse such settings in their constructor, or round stochastically.

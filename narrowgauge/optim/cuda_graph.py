@@ -5,8 +5,7 @@
         loss = step_of_the_model()              # gradients stay at these addresses for every replay
         replayed.capture()                      # instead of optimizer.step()
     for batch in batches:
-        replayed.before_replay()                # counts the step; sends learning rate, corrections
-        and noise key
+        replayed.before_replay()                # counts the step and sends its numbers
         graph.replay()
 
 The results are bit-identical to `step`. The host computes the numbers and sends them in one copy in

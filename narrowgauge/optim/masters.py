@@ -3,20 +3,15 @@
 A bfloat16 weight has 8 significant bits: rounding to nearest loses an update below 1/512 of the
 weight.
 
-    name             kept beside the weight                      bytes, with a bfloat16 weight
-                     precision of the update
-    fp32             the weight in float32                       6
-                     exactly float32
-    bf16-remainder   the low 16 bits of the float32 weight       4
-                     exactly float32, same bits
-    fp16-scaled      float16 and a power-of-two scale per tile   4                               11
-                     bits, rounded stochastically
-    stochastic       nothing                                     2                               8
-                     bits, rounded stochastically; 11
-                                                                                                 for
-                                                                                                 a
-                                                                                                 float16
-                                                                                                 weight
+    name             kept beside the weight           bytes  precision of the update
+    fp32             the weight in float32            6      exactly float32
+    bf16-remainder   the low 16 bits of the float32   4      exactly float32, same bits
+    fp16-scaled      float16 and a power-of-two       4      11 bits, rounded stochastically
+                     scale per tile
+    stochastic       nothing                          2      8 bits, rounded stochastically;
+                                                             11 for a float16 weight
+
+The bytes include a bfloat16 weight.
 
 fp32 and bf16-remainder are bit-identical in master and weight. Both round the weight to nearest
 with ties away from zero, not to even.

@@ -1,38 +1,32 @@
 """Storage formats of moments: codes and one scale per tile. Reference definition of step.cpp.
 
 A parameter is read as [rows, columns] with rows = its first axis. Tiles lie along the columns
-within a row, so shards of the first axis never cut a tile. The last tile of a row may be short. x
-~= value(code) * scale, with a bfloat16 scale:
+within a row, so shards of the first axis never cut a tile. The last tile of a row may be short.
+x ~= value(code) * scale, with a bfloat16 scale s per tile:
 
-    name      code                      value(code)                       bound per element, s the
-              tile's scale
-    fp32      float32                   the number                        exact
-    e5m2      5 exponent, 2 mantissa    2^(e - 32) (1 + f/4), 0           |x - x'| < x / 4, 9.5
-              decades
-    tapered8  16, 8, 4, 2, 1 codes per  see Tapered                       |x - x'| < x / 16 above s
-              / 2^3, x / 8
-              octave, from the top                                        above s / 2^11, x / 4
-              above s / 2^27,
-                                                                          x / 2 above s / 2^59, else
-                                                                          x, down to
-                                                                          s / 2^73; no x > 0 becomes
-                                                                          0
-    e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest),
-              2^-3 / k
-                                                                          (stochastic), in range
-    fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest),
-              2^-10
-                                                                          (stochastic), in range
-    dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels
-              around |x|/s,
-                                                                          times s
-    linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; no x >
-              0 becomes 0
+    name      code                   value(code)                  bound per element
+    fp32      float32                the number                   exact
+    e5m2      5 exponent, 2          2^(e - 32) (1 + f/4), 0      |x - x'| < x / 4, 9.5 decades
+              mantissa bits
+    tapered8  16, 8, 4, 2, 1 codes   see Tapered                  |x - x'| < x / 16 above s / 2^3,
+              per octave, from the                                x / 8 above s / 2^11, x / 4 above
+              top                                                 s / 2^27, x / 2 above s / 2^59,
+                                                                  else x, down to s / 2^73;
+                                                                  no x > 0 becomes 0
+    e4m3      E4M3 of 2^8 (x/s)^k    the inverse                  2^-4 / k of x (nearest), 2^-3 / k
+                                                                  (stochastic), in range
+    fp16      float16 of 2^15 x/s    the number                   2^-11 of x (nearest), 2^-10
+                                                                  (stochastic), in range
+    dynamic4  c in -7 ... 7          sign(c) DYNAMIC_LEVELS[|c|]  half the gap of the levels around
+                                                                  |x|/s, times s
+    linear4   c in 1 ... 16          c / 16                       |x - x'| < s / 16;
+                                                                  no x > 0 becomes 0
 
 Rounding of second moments is stochastic with E[x'] = x. With beta2 = 0.999 a step changes v by a
 tenth of a percent, far below half a gap of any 8-bit code, so rounding to nearest would never
 change v. An expanded E4M3 with k < 1 has E[x'^k] = x^k instead: its gaps are 30 % and more, and
-unbiased rounding of v would let the logarithm of a decaying v sink by half of its growing variance.
+unbiased rounding of v would let the logarithm of a decaying v sink by half of its growing variance,
+and steps would grow.
 
 Rounding of first moments is to nearest, and toward zero if they only decay (see
 `rules.only_decays`). The step corrects the weight for the rounding error (see `rules`). e5m2 is
@@ -116,7 +110,7 @@ class Moment:
 
     kind             number of the format in the kernels
     dtype            dtype of the codes; two 4-bit codes share a byte, the first in the low half
-    signed           False for second moments, which are rounded stochastically
+    signed           of a SmallFloat: False for second moments, which are rounded stochastically
     mantissa, bias   bits and exponent bias of a float format
     top              codes represent `top` times x / scale
     expands          True if each tile chooses its k

@@ -1,9 +1,8 @@
 """Random bits of stochastic rounding, a pure function of (seed, parameter, step, element).
 
-    bits(key, i) = half h of mix(key + 8 b + l)      element i = 16 b + 8 h + l of the parameter,
-    counted by whole tiles
-    uniform      = (bits + 1/2) / 2^16               key = mix over (seed, step, number of the
-                 parameter)
+    key          = mix over (seed, step, number of the parameter)
+    bits(key, i) = half h of mix(key + 8 b + l)    element i = 16 b + 8 h + l, in whole tiles
+    uniform      = (bits + 1/2) / 2^16
 
 The number of a parameter is a hash of its name, or its position in the groups if names are unknown.
 Elements are counted in the whole parameter, also on a rank that stores a part. So a wrapped or

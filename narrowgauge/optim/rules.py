@@ -1,12 +1,11 @@
 """Update rules: their moments, the scalars of a step, and the update of float32 tensors.
 
-    AdamW (arXiv 1711.05101)   m <- m + (1 - b1)(g - m);  v <- b2 v + (1 - b2) g^2
-                               w <- (1 - lr wd) w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) +
-                               eps)
-    Lion (arXiv 2302.06675)    c = m + (1 - b1)(g - m);  w <- (1 - lr wd) w - lr sign(c);  m <- m +
-                               (1 - b2)(g - m)
-    SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d;  w <- w - lr (d + mu m if nesterov else
-                               m)
+    AdamW, arXiv 1711.05101    m <- m + (1 - b1)(g - m);  v <- b2 v + (1 - b2) g^2
+        w <- (1 - lr wd) w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    Lion, arXiv 2302.06675     c = m + (1 - b1)(g - m)
+        w <- (1 - lr wd) w - lr sign(c);  m <- m + (1 - b2)(g - m)
+    SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d
+        w <- w - lr (d + mu m if nesterov else m)
 
 Error feedback. A quantized first moment m' = Q(m) has a rounding error, and with rounding to
 nearest the errors of many steps add up: m stands still if a step changes m by less than half a gap.
@@ -15,8 +14,8 @@ changes of v. The step subtracts this distance from the weight at once:
 
     w <- w + (m - m') lag
 
-    AdamW   lag = -lr_t / (sqrt(v) c_t + eps) K_t,    K_t = sum_{j > 0} b1^j (1 - b1^t) / (1 - b1^(t
-            + j))
+    AdamW   lag = -lr_t / (sqrt(v) c_t + eps) K_t
+            K_t = sum_{j > 0} b1^j (1 - b1^t) / (1 - b1^(t + j))
     SGD     lag = -lr mu / (1 - mu), with Nesterov mu times as much
 
 If gradients have stopped, v decays too, and K_t contains b1 / sqrt(b2) instead of b1. The errors

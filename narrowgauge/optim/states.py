@@ -1,13 +1,12 @@
 """Names of state formats: one name for both moments, or "first/second" for any pair.
 
-    name    first moment                     second moment                     bytes of one moment
-            per parameter
-    fp32    float32                          float32                           4
-    fp16    float16, nearest                 float16, stochastic               2.008
-    8bit    e5m2                             tapered8                          1.008
-    fp8     E4M3 of x^k                      E4M3 of x^k                       1.023
-    e4m3    E4M3                             E4M3                              1.008
-    4bit    dynamic4                         linear4                           0.516
+    name    first moment        second moment          bytes of one moment per parameter
+    fp32    float32             float32                4
+    fp16    float16, nearest    float16, stochastic    2.008
+    8bit    e5m2                tapered8               1.008
+    fp8     E4M3 of x^k         E4M3 of x^k            1.023
+    e4m3    E4M3                E4M3                   1.008
+    4bit    dynamic4            linear4                0.516
 
     8bit = "8bit/8bit", and so on; fp8-lm = "e4m3/fp16"; `states="4bit/fp16"` is another pair. A
     rule with one moment takes one name.

@@ -1,7 +1,7 @@
 """One parameter's step: the arguments of a backend, and the plain torch backend (the definition).
 
-    for a few rows at a time:  decode -> the rule's update in float32 -> encode -> add the rounding
-                               error of m to the weight
+    for a few rows at a time:
+        decode -> the rule's update in float32 -> encode -> correct the weight for rounding m
 
 A rule on whole matrices gets all rows at once. The torch backend keeps float32 copies of only one
 chunk of rows.

@@ -1,9 +1,9 @@
 """ZeRO with whole tensors, distributed greedily as in FP8-LM (arXiv 2310.18313).
 
-    optimizer = ng.optim.zero(model, ng.optim.AdamW, lr=1e-3, states="8bit")     instead of
-    ng.optim.AdamW(model, ...), under DDP
-    print(ng.optim.zero_balance(model, 8, states="8bit"))                        before the run:
-    bytes of the fullest rank, and the mean
+    # under DDP, instead of ng.optim.AdamW(model, ...)
+    optimizer = ng.optim.zero(model, ng.optim.AdamW, lr=1e-3, states="8bit")
+    # before the run: bytes of the fullest rank, and the mean
+    print(ng.optim.zero_balance(model, 8, states="8bit"))
 
 It builds on torch's ZeroRedundancyOptimizer. In each group, the largest remaining tensor goes to
 the rank with the fewest elements so far. Every rank has all gradients, steps its own tensors, and

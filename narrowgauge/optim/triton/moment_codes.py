@@ -1,9 +1,9 @@
 """Decode and encode optimizer states inside a Triton kernel, bit-identical to `moments`.
 
-    decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse,
-                    with the scales of T tiles
-    decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse,
-                    rounded stochastically
+    decode_moment   codes [T, TILE] and scales [T] -> float32
+    encode_moment   the inverse, with the scales of T tiles
+    decode_master   float16 codes of a scaled master -> float32
+    encode_master   the inverse, rounded stochastically
 
 T whole tiles of TILE elements are in registers; padding of a short last tile is zero. M: a
 `moments.Moment`.
