@@ -129,6 +129,7 @@ def carry(
         made = _encoded(new, new_form, values, kept)
         if kept:
             target.state[new] = made
+        # The loss includes the master and scale as stored, so the new state is decoded again.
         rounded = _decoded(new, new_form, made)
         for name, value in values.items():
             found.see(name, value, rounded[name])

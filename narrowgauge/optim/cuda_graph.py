@@ -112,6 +112,7 @@ class ReplayedStep:
             # Only a copy from pinned memory is asynchronous.
             sent = numbers.pin_memory() if device.type == "cuda" else numbers
             self._step_args[device][: len(numbers)].copy_(sent, non_blocking=True)
+        # Replayed kernels write weights without autograd, so versions are raised by hand.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])
         for each in param_steps:
             each.gradient = None

@@ -138,6 +138,7 @@ class HeldGradients:
         assert gradient is not None
         rows, held = gradient.reshape(shape_of(gradient)), self._held.get(parameter)
         if held is not None:
+            # Added in float32, then encoded once.
             rows = held.decoded() + rows
         state, (seed, number) = self._optimizer.state.get(parameter, {}), self._numbers[parameter]
         # The key of the noise changes with the step, so repeated steps do not repeat their rounding

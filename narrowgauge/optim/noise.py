@@ -77,6 +77,8 @@ def bits(key: int, index: Tensor) -> Tensor:
     x = (key + (index >> 4) * 8 + (index & 7)) & MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    # Tried and lost: noise that walks by the golden ratio in time. v was closer (5.8 % off instead
+    # of 7.1 %), walks were no better, and each kernel needed another key.
     return (((x ^ (x >> 16)) >> ((index & 8) * 2)) & 0xFFFF).to(torch.int32)
 
 

@@ -213,6 +213,7 @@ def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
     if parameter.numel() < SMALLEST:
         return "fp32", f"fewer than {SMALLEST} elements"
     tile = states.named(asked).tile
+    # Each row has scales of its own, so short rows pay two bytes for a few elements.
     if shape_of(parameter)[1] < tile // 8:
         return "fp32", "rows too short for a tile"
     if group["embeddings"] == "fp32" and "param_names" in group:

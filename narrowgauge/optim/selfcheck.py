@@ -123,6 +123,7 @@ def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
         window.history[:1] = 0.06
     found = PrecastWeight.of(weight, cast, window)
     for codes in found.codes or ():
+        # A kernel that writes no codes must not pass by a lucky initial value.
         codes.view(torch.uint8).fill_(1)
     return found
 
@@ -141,6 +142,7 @@ def _gradient(param_step: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 10 * step + param_step.number)
     shape = param_step.weight.shape
     g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+    # A row of zeros, subnormal numbers, and constant columns that reach the bound of m.
     g[1], g[2, :4], g[:, 40:60] = 0.0, 1e-39, 1e-3
     if step > 1:
         g[:, 60:80] = 0.0

@@ -197,6 +197,7 @@ def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
     for name, x in local.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or not holds_numbers(x):
             continue
+        # isfinite is not available for float8 dtypes.
         wide = x.to(torch.bfloat16) if x.element_size() == 1 else x
         count = x.numel() - int(wide.isfinite().sum())
         if count:

@@ -248,6 +248,7 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     )
     holds = param_step.holds_first
     if param_step.rule.granularity == "matrix":
+        # A rule on whole matrices must not see the padding of the last tile.
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
         whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         w, m, v, decays, *lag = (as_tiles(x, tiles, param_step.tile) for x in whole)

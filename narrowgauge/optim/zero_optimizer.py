@@ -62,6 +62,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
             self.optim.check_state_dict(local)
         except CheckpointError as error:
             reason = str(error)
+        # Before any change: a rank that raised alone would leave the others waiting in the next
+        # collective.
         if refused := self._refused_by(reason):
             raise CheckpointError(
                 reason or f"zero: rank {refused[0]} refused its part of the saved state, and says why.",

@@ -338,6 +338,7 @@ struct Linear4 : ByVector<Linear4, 4> {
 
 template <bool HOLDS> struct AdamW {
   static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false, HALVES = true;
+  // Without this split the first pass waited for a root and then a quotient, half of its time.
   static F moments(const Constants& c, F g, F& m, F& v, I& decays, F& lag) {
     m = m + c.one_minus_beta1 * (g - m);
     v = v * c.beta2 + c.one_minus_beta2 * g * g;
@@ -658,6 +659,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
 
 // Steps tiles `from` to `to`. The second pass of a tile follows the first pass of the next tile:
 // its scale is known by then, and the processor overlaps both.
+// Tried without gain: prefetching two tiles ahead, prefetching for writing, -O2, unrolling.
 template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job, int64_t from, int64_t to) {
   constexpr bool NARROW = FIRST::IS_NARROW || SECOND::IS_NARROW;
   Updated<FIRST, SECOND> updated[2];

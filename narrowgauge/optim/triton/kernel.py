@@ -185,6 +185,8 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
         if F.turns_aligned:
             length = tl.multiple_of(length, 16)
         place = column * length + row[None, :]
+        # A bound that the compiler does not know to be a multiple of 16 turned 16-byte stores into
+        # 16 single bytes.
         there = (column < columns) & (row < length)[None, :]
         tl.store(_pointer(tl.load(line + 15), tl.uint8, F.turns_aligned) + place, tl.trans(codes), mask=there)
 
@@ -299,6 +301,7 @@ def _write_moment(
         codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M, DRAWS)
         if LAGS:
             kept = decode_moment(codes & ((1 << M.bits) - 1), scale, log_k.to(tl.int32), tables, M)
+            # The decoded value is NaN in a non-finite tile.
             lost = tl.where(kept == kept, x - kept, 0.0)
         if M.bits == 16:
             tl.store(_pointer(address, tl.int16, F.aligned) + offset, codes.to(tl.int16), mask=mask)

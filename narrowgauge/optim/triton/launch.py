@@ -107,6 +107,8 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
         rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned, shift=kind.shift,
+        # A larger hint would give a thread 16 adjacent 8-bit codes, and so 16 adjacent float32
+        # weights: four loads 64 bytes apart.
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
         cast=constants_of(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
         turns_aligned=kind.turns_aligned and casts == CODES,

@@ -104,6 +104,7 @@ def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BI
         fraction = magnitude & 7
         # In units of a quarter octave.
         octaves = ((magnitude >> 3) - 15) << (2 - log_k)[:, None]
+        # Tables instead of roots: y^(1/k) is the product of two constants and a power of two.
         power = number_of(((octaves >> 2) + 127) << 23)
         normal = tl.load(tables + row + fraction) * tl.load(tables + 80 + (octaves & 3)) * power
         value = tl.where(magnitude < 8, tl.load(tables + 40 + row + fraction), normal)
@@ -163,6 +164,8 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
     sizes = bits_of(x) & 0x7FFFFFFF
     amax = tl.max(sizes, axis=1)
     log_k = _expansion(sizes, amax, M)
+    # Below, the stored scale tells if a tile is finite. A mask kept up to the codes spilled
+    # registers.
     scale, inverse = _scales(amax, DROPS)
     x = tl.where((scale == NAN >> 16)[:, None], 0.0, x)
     if M.kind == DYNAMIC4:
