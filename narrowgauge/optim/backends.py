@@ -7,7 +7,7 @@
               (step.py)
 
 All backends are bit-identical. `computed_by` and `state_bytes` report the chosen backend and the
-reason why a faster backend refused. A RuntimeWarning is raised once if plain torch replaces a
+reason why a faster backend refused. A RuntimeWarning is issued once if plain torch replaces a
 kernel that the device should have.
 """
 

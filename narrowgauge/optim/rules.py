@@ -103,7 +103,7 @@ class Rule:
     update       (weight, gradient, first moment, second moment, constants, holds) -> (weight,
                  first, second, decays[, lag]), all float32 of one shape. decays: True where the
                  first moment only decays. lag: see the module, only if the weight is to be
-                 corrected. holds: True if one of two moments is quantized, so m is clamped. A
+                 corrected. holds: True if a moment is quantized, so m is clamped. A
                  moment that the rule does not keep is zeros, and its result is ignored
     draws_first  round the first moment stochastically, regardless of `decays`
     granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole

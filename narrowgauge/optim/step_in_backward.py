@@ -72,8 +72,7 @@ class InBackward:
         self._pass: Literal["none", "measures", "steps"] = "none"
         # Positions of parameters that have stepped in the second pass, to detect a second gradient.
         self._stepped: set[int] = set()
-        # Steps of each parameter since `optimizer.step()`, by position. None after the warning was
-        # issued.
+        # Steps of each parameter since `optimizer.step()`, by position; None after the warning.
         self._times: dict[int, int] | None = {}
 
     def hook_group(self, place: int) -> None:

@@ -2,7 +2,8 @@
 
 A program steps T tiles of TILE elements of one tensor, in the order of its rows: tile t begins in
 row t // tiles, and a row's last tile may be short. It decodes, updates and encodes in registers.
-Each number of a state is read once and written once, and is never stored as float32.
+Each number of a state is read once and written once. Quantized states never exist as float32 in
+memory.
 
     which      int32 [programs]         line of `table` for each program
     table      int64 [lines, FIELDS]    addresses and sizes of a tensor, see `launch.Batch`
