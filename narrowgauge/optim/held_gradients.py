@@ -6,10 +6,10 @@
                   micro-batch, then stochastically
     step          tensor by tensor: decode, clip, step, free
 
-With states "fp8-lm" and float16 weights that are their own master (master="stochastic") a parameter
-takes the 6 bytes of FP8-LM (arXiv 2310.18313): 1.01 + 1.01 + 2.01 + 2. With bfloat16 weights and
-"8bit" states it takes 5. FP8-LM uses one scale per tensor with an adaptive factor mu. Tile scales
-are as exact within half a decibel and need no state.
+States "fp8-lm" and float16 weights that are their own master (master="stochastic") give the 6 bytes
+of FP8-LM (arXiv 2310.18313): 1.01 + 1.01 + 2.01 + 2. With bfloat16 weights and "8bit" states it
+takes 5. FP8-LM uses one scale per tensor with an adaptive factor mu. Tile scales are as exact
+within half a decibel and need no state.
 
 At most one 16-bit gradient exists at a time, while it is encoded or stepped. Vectors and tensors of
 fewer than 4,096 elements are not encoded. Each backward pass encodes, and each step decodes twice

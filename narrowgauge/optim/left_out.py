@@ -14,8 +14,8 @@ host last read the count (`ParamStep.if_left_out`). The kernel selects by a coun
                since `settle`
 
 `settle` reads the count and corrects the step counters; `state_dict` calls it. The optimizer itself
-settles, with a sync, in four cases: after MOST steps, if other parameters have gradients than
-before, if gradients are held in FP8, and if plain torch steps on a GPU.
+settles, with a sync, after MOST steps, and if other parameters have gradients than before. It also
+settles if gradients are held in FP8, or if plain torch steps on a GPU.
 """
 
 from __future__ import annotations

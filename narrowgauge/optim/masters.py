@@ -19,8 +19,8 @@ with ties away from zero, not to even.
 fp16-scaled is the master of FP8-LM (arXiv 2310.18313), which uses one scale per tensor and rounds
 to nearest. Stochastic rounding keeps small updates on average, as `stochastic` does ("Revisiting
 BFloat16 Training", arXiv 2010.06192). A float16 weight under `stochastic` has the bits of FP8-LM's
-master without its scale or another weight: below 2^-14 its gaps are 2^-24 = 6e-8, and above 65,504
-it is infinite. A float32 weight is its own master.
+master, without a scale and without a second weight. Below 2^-14 its gaps are 2^-24 = 6e-8, and
+above 65,504 it is infinite. A float32 weight is its own master.
 
 Tensors of one axis keep a float32 master instead of a scaled one, because almost any shard would
 cut its tiles.

@@ -23,10 +23,10 @@ x ~= value(code) * scale, with a bfloat16 scale s per tile:
                                                                   no x > 0 becomes 0
 
 Rounding of second moments is stochastic with E[x'] = x. With beta2 = 0.999 a step changes v by a
-tenth of a percent, far below half a gap of any 8-bit code, so rounding to nearest would never
-change v. An expanded E4M3 with k < 1 has E[x'^k] = x^k instead: its gaps are 30 % and more, and
-unbiased rounding of v would let the logarithm of a decaying v sink by half of its growing variance,
-and steps would grow.
+tenth of a percent, far below half a gap of any 8-bit code. Rounding to nearest would never change
+v. An expanded E4M3 with k < 1 has E[x'^k] = x^k instead, because its gaps are 30 % and more.
+Unbiased rounding would let the logarithm of a decaying v sink by half of its growing variance, and
+steps would grow.
 
 Rounding of first moments is to nearest, and toward zero if they only decay (see
 `rules.only_decays`). The step corrects the weight for the rounding error (see `rules`). e5m2 is

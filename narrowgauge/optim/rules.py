@@ -7,9 +7,9 @@
     SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d
         w <- w - lr (d + mu m if nesterov else m)
 
-Error feedback. A quantized first moment m' = Q(m) has a rounding error, and with rounding to
-nearest the errors of many steps add up: m stands still if a step changes m by less than half a gap.
-A change of m by one unit moves the weight by a known distance over all later steps, up to later
+Error feedback. A quantized first moment m' = Q(m) has a rounding error. With rounding to nearest,
+the errors of many steps add up: m stands still if a step changes it by less than half a gap. A
+change of m by one unit moves the weight by a known distance over all later steps, up to later
 changes of v. The step subtracts this distance from the weight at once:
 
     w <- w + (m - m') lag

@@ -1,8 +1,9 @@
 """Self-check of the optimizer's Triton kernel before its first step on a device.
 
-The kernel must be bit-identical to the definition on two small tensors: 5 rows of two tiles and 48
-elements (53 if row lengths are not multiples of 16), and 3 rows of one tile. They cover several
-programs, a short tile, and two lines of the table. The second tensor is a shard of a larger one.
+The kernel must be bit-identical to the definition on two small tensors. The first has 5 rows of two
+tiles and 48 elements (53 if row lengths are not multiples of 16). The second has 3 rows of one
+tile. They cover several programs, a short tile, and two lines of the table. The second tensor is a
+shard of a larger one.
 
 Three steps start from the same weights and gradients, over nine decades. The gradients contain a
 row of zeros, subnormal numbers and constant columns (to clamp first moments). From the second step
@@ -11,9 +12,9 @@ masters, codes, scales and expansions must equal plain torch on the CPU. A wrong
 square root or quotient off by a bit, a swapped scale, or a wrong rounding direction shows in a
 single element.
 
-If the step also writes the cast of the weight, its amax and codes are compared, for 35 (48) rows
-and 9 (16) rows: more than one band of programs, and less than one program. The codes under a NaN
-scale are compared too.
+If the step also writes the cast of the weight, its amax and codes are compared. The tensors then
+have 35 (48) and 9 (16) rows: more than a band of programs, and less than a program. The codes under
+a NaN scale are compared too.
 
 Runs once per process, device and `Kind`. Cost: about ten milliseconds of CPU time, a compilation
 that the step needs anyway, and one sync.

@@ -1,6 +1,6 @@
 """One optimizer step of many tensors in one Triton launch; see `launch`.
 
-A program steps T tiles of TILE elements of one tensor, in the order of its rows: tile t begins in
+A program steps T tiles of TILE elements of one tensor, in the order of its rows. Tile t begins in
 row t // tiles, and a row's last tile may be short. It decodes, updates and encodes in registers.
 Each number of a state is read once and written once. Quantized states never exist as float32 in
 memory.
