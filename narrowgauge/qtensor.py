@@ -25,7 +25,7 @@ _VALUES = (torch.float32, torch.bfloat16)
 class QTensor:
     """Codes and scales of one quantized matrix.
 
-    data          codes of `cast.format`, in one of three layouts:
+    data          codes of `cast.format`, in three possible layouts:
                   [outer, inner]                      its storage dtype, one code per element
                   [outer, ceil(inner / 2)] uint8      4-bit formats, two codes to a byte ("packed");
                                                       integer formats may also use one int8 per code

@@ -349,7 +349,7 @@ class WideBlocks:
     first 2 and the last 8 of 62 blocks in its 12B model.
 
     share       share of the blocks of a stack
-    first       number of these taken from the start, in stacks of at least `first_from` blocks
+    first       how many are taken from the start, in stacks of at least `first_from` blocks
     smallest    stacks with fewer blocks keep none: one block would be more than a quarter of the
                 model
     """
@@ -397,7 +397,7 @@ class Recipe:
 
     Details of save="quantized": per-tensor casts share the codes of `output`, other casts store
     codes tiled for `grad_weight`. Codes are not saved if the producer of x saves x anyway
-    (nn/kept_inputs.py). When a CPU emulates the GEMM, decoded values are saved for per-tensor casts
+    (nn/kept_inputs.py). If a CPU emulates the GEMM, decoded values are saved for per-tensor casts
     and x for others, because encoding costs more there than the GEMM gains.
     """
 

@@ -3,7 +3,7 @@
     get("fp8-current")    the recipe
     names()               all names, in the order of the table in the README
 
-Where published implementations disagree, a comment gives the choice made here and its reason; the
+If published implementations disagree, a comment gives the choice made here and its reason. The
 other choice is one `dataclasses.replace` away.
 """
 
@@ -58,8 +58,8 @@ def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
     accumulation in `output` alone (Colossal-AI uses it in all three).
 
     Like TransformerEngine, saves the codes of x for backward in place of casting x again. The
-    gradients are bit-identical to those of save="original". No codes are saved of o_proj's input,
-    which attention saves anyway.
+    gradients are bit-identical to the gradients with save="original". No codes are saved of o_proj's
+    input, which attention saves anyway.
     """
     forward, gradient = Cast(format=E4M3, calibrate=calibrate), Cast(format=E5M2, calibrate=calibrate)
     backward = Gemm(lhs=gradient, rhs=forward)

@@ -48,7 +48,7 @@ def study(
 
     The verdict says whether a recipe ends where the first one ends.
 
-    Every run is one of `narrowgauge train` in its own folder. The same command resumes a study that
+    Every run is a `narrowgauge train` in its own folder. The same command resumes a study that
     was stopped or killed. Flags override the file; its own recipe and seed do not count.
     """
     from narrowgauge.train.study import plan, runner

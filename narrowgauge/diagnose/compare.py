@@ -4,7 +4,7 @@ Both runs saw the same batch at step t, so its difficulty cancels in d[t] = run 
 loss.
 
 The mean of d over the last steps has a 95 % band (band.py), valid for one look at a finished pair.
-The band covers the scatter of these steps only. One pair of runs with one seed cannot separate the
+The band covers the scatter of the steps only. One pair of runs with one seed cannot separate the
 recipe from chance: two BF16 runs that round differently also drift apart.
 """
 
@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of `compare`. A field is None if one of the runs did not record the quantity."""
+    """Result of `compare`. A field is None if a run did not record the quantity."""
 
     run_name: str
     reference_name: str

@@ -2,7 +2,7 @@
 
     A ------------o------------------        a branch begins at the step of its parent's checkpoint,
                   |\\__________ bf16          with a log of its own. Its steps are counted on, so step
-                   \\                         t is the same batch in all of them
+                   \\                         t is the same batch in every run
                     \\_________ bf16, twice as many micro-batches: the control of the branch above
 
 run.json of a branch names its parent (docs/architecture.md). If the parent's folder is gone,

@@ -40,7 +40,7 @@ class SameCurve:
     """Verdict with its numbers in nats.
 
     name        SAME, SMALL, DIFFERS or UNKNOWN
-    difference  mean difference; infinite if only one of the losses stopped being finite
+    difference  mean difference; infinite if exactly one loss stopped being finite
     loss        mean loss of the reference
     control     largest block mean of the controls; None without a control
     margin      difference that counts as small

@@ -15,7 +15,7 @@ harm > 0 is worse. Tests and intervals: `paired_tests`. With a margin, chosen be
     identical         every pair has equal values
     diverged          a run of the recipe became non-finite, and the reference's of that seed did
                       not
-    unknown           none of these: too few seeds for this standard deviation. `needed` estimates
+    unknown           nothing shown: too few seeds for this standard deviation. `needed` estimates
                       how many are enough, from the power of the equivalence test
 
 All verdicts except worse and diverged need a reference that could have shown a difference (assay
@@ -155,7 +155,7 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnInterval:
-    """95 % prediction interval for one more seed of these runs."""
+    """95 % prediction interval for the value of one more seed."""
 
     name: str
     values: tuple[float, ...]

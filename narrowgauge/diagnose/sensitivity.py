@@ -10,7 +10,7 @@ report apply this rule before they report "equivalent". A reference passes if
                 the majority class, the mean (recorded in run.json; "not known" in folders without
                 it)
     evaluation  the evaluation has so many targets that one target weighs less than the margin
-    seeds       its seeds gave different results, and none of them diverged
+    seeds       its seeds gave different results, and none diverged
     control     a run that is bad on purpose (`recipes.POSITIVE_CONTROL`, the positive control of a
                 trial) is shown to be worse by more than the margin; skipped if no such run was
                 trained
@@ -71,7 +71,7 @@ class Progress:
     first, last  means over the first and the last steps, at most ENDS and at most a quarter of a
                  run each
     shown        lower end of the one-sided 97.5 % interval of first - last, at least 0. The scatter
-                 of batches alone gives more than zero in one of forty runs
+                 of batches alone gives more than zero in 1 of 40 runs
     """
 
     first: float

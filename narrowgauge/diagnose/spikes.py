@@ -8,7 +8,7 @@ move neither line nor scale. The gradient norm is compared by its logarithm, sin
 factors.
 
     spike      the loss lies LOSS scales above its line; or LOSS_WITH_NORM scales, while the norm
-               lies NORM scales above its own line; or one of them is not finite
+               lies NORM scales above its own line; or loss or norm is not finite
     begin      the first step of a spike is an event. The spike ends with the first loss below
                LOSS_WITH_NORM, and no further event comes before that
     shift      a lasting shift moves the line within half a window: a new level is not a spike

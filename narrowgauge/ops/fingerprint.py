@@ -43,7 +43,7 @@ class Exact:
 
     tensor   its own object: `.data` of a Parameter may point to another memory later, so pass what `detach` returns
     is_same  for small weights takes 5 to 10 us within a training step, whose code and data are in no cache, and 2 us when repeated at
-             once. Nearly all of it is Python, hence the few calls.
+             once. Nearly all of the time is Python, so there are few calls.
     """
 
     is_exact = True
@@ -59,7 +59,10 @@ class Exact:
         self.seen = _bits(tensor).clone() if LIBRARY.missing else sums(self._dense())
 
     def is_same(self) -> bool:
-        """Whether the tensor has the bytes of before. One read; False once its storage was freed or resized."""
+        """Return True if the tensor still holds the same bytes, with one read.
+
+        False if its storage was freed or resized.
+        """
         if self.is_counted:
             return True
         if self.storage.nbytes() != self.storage_bytes:
@@ -147,5 +150,5 @@ class Readback:
 
     @property
     def value(self) -> bool:
-        """What the device computed, once it `is_here`."""
+        """Result of the device; valid once `is_here` is True."""
         return bool(self.host)

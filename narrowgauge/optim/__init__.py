@@ -1,4 +1,4 @@
-"""Optimizers with narrow states and 16-bit weights, and the ladder of precisions that a training step can stand on."""
+"""Optimizers with low-precision states and 16-bit weights, and the precisions of a training run."""
 
 from narrowgauge.optim.checks import refuse_silent_failures, silent_failures
 from narrowgauge.optim.clipping import clip_gradients

@@ -1,11 +1,14 @@
-"""Who computes an optimizer's step: the first of these that does not refuse a tensor.
+"""Backends of the optimizer step: the registry takes the first backend that accepts a tensor.
 
-    triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers (triton/launch.py)
+    triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers
+              (triton/launch.py)
     native    CPUs: step.cpp, compiled once per machine (cpp/binding.py)
-    torch     everywhere: plain torch in chunks, several times slower; the definition (step.py)
+    torch     every device: plain torch in chunks, several times slower; the reference definition
+              (step.py)
 
-All compute the same bits. Which one it is, and why not a faster one, is what `computed_by` and `state_bytes` of an optimizer tell; a
-warning says it once where plain torch stands in for a kernel that should have been there.
+All backends are bit-identical. `computed_by` and `state_bytes` report the chosen backend and the
+reason why a faster backend refused. A RuntimeWarning is issued once if plain torch replaces a
+kernel that the device should have.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ from narrowgauge.optim.step import ParamStep, step_in_torch
 
 @dataclass(frozen=True)
 class Spec:
-    """What a backend is chosen by.
+    """Facts about one parameter by which a backend is chosen.
 
-    rule  a kernel has to know it
-    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel is checked with it (selfcheck.py)
+    device  device of the parameter, its gradient and its states
+    rule    update rule; a kernel refuses rules that it does not implement
+    kind    dtypes, formats and alignment of the step, or None without a gradient. A Triton
+            kernel is checked with this kind before its first use (selfcheck.py)
     """
 
     device: Device
@@ -60,7 +65,7 @@ def _refuse_native(spec: Spec) -> Refusal | None:
     return Refusal("toolchain", reason) if (reason := binding.refuse()) else None
 
 
-# Its examples are those of tests/ops/triton/stepped.py.
+# The examples of this self-check are the cases in tests/ops/triton/stepped.py.
 CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ())
 
 
@@ -71,7 +76,8 @@ def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left
 
 
 def _step_by_native(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
-    assert left_out is None or dry_run_on() is not None  # on a CPU the host looks
+    # On a CPU the host reads found_inf itself, so no step is skipped inside the kernel.
+    assert left_out is None or dry_run_on() is not None
     binding.step(param_steps)
 
 
@@ -87,9 +93,11 @@ NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
 def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
-    """The backend of a step, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
+    """Choose the backend of one step. The gradient and the constants of the step must be set.
 
-    Where no kernel leaves the cast of the new weight, the step asks for none any more, and its `stepped` says why.
+    Raises BackendError if `backend` names a backend that refuses the step. If no available kernel
+    can also write the cast of the new weight, `param_step.stepped` is disabled and keeps the
+    reason.
     """
     if param_step.stepped is not None:
         triton = next(kernel for kernel in KERNELS.kernels if kernel.name == "triton")
@@ -98,6 +106,7 @@ def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
         if refusal is None:
             return Choice(triton, ())
         param_step.stepped.disable(refusal.text)
+        # `native` caches a compiled form that depends on the cast, so it is built again.
         param_step.stepped = param_step.native = None
     choice = _choice(_spec(param_step), backend)
     if backend == "auto" and choice.kernel.name == "torch":
@@ -106,7 +115,10 @@ def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
 
 
 def _choice(spec: Spec, backend: str) -> Choice[Spec]:
-    """As the registry chooses; one that is named without asking the others, of which one would build a library to answer."""
+    """Return the registry's choice, or the named backend without querying the others.
+
+    Querying `native` compiles its C++ library, so a named backend is asked first.
+    """
     named = [kernel for kernel in KERNELS.kernels if kernel.name == backend]
     if named and named[0].refuse(spec) is None:
         return Choice(named[0], ())
@@ -123,13 +135,17 @@ def _spec(param_step: ParamStep) -> Spec:
 
 
 def words(choice: Choice[Spec]) -> str:
-    """Why the choice is not a faster one, without the backends that are for other devices; '' if it is the device's own."""
+    """Reasons why faster backends refused, joined by semicolons.
+
+    Refusals for another device are left out. The result is '' if the device's own kernel was
+    chosen.
+    """
     return "; ".join(dict.fromkeys(why.text for _, why in choice.refusals if why.code != "device"))
 
 
 @cache
 def tell_once(reason: str) -> None:
-    """That the slow backend is in use, and why."""
+    """Warn once per reason that plain torch computes the step."""
     warnings.warn(
         f"narrowgauge.optim steps in plain torch, several times slower: {reason or 'no kernel is for this device.'}",
         RuntimeWarning,
@@ -138,7 +154,12 @@ def tell_once(reason: str) -> None:
 
 
 class ComputedBy(NamedTuple):
-    """Who steps a tensor; why: of plain torch, unless it was asked for, why no faster one does, else ''."""
+    """Backend of one tensor's step.
+
+    kernel  name of the backend; '' for an optimizer of another library
+    why     reason why no faster backend was chosen, if plain torch was chosen automatically;
+            else ''
+    """
 
     kernel: str
     why: str
@@ -148,7 +169,7 @@ class ComputedBy(NamedTuple):
 
 
 def computed_by(param_step: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
-    """Which backend steps a tensor; as it did, if it has stepped."""
+    """Return the backend in use for a tensor, or the backend that would be chosen now."""
     if param_step is not None and param_step.backend is not None:
         choice: Choice[Spec] = param_step.backend[1]
     else:
@@ -158,7 +179,7 @@ def computed_by(param_step: ParamStep | None, device: torch.device, backend: str
 
 
 def refuse(backend: str, device: torch.device, rule: Rule) -> str:
-    """Why this backend cannot compute the rule on the device, or ''."""
+    """Reason why `backend` cannot compute `rule` on `device`, or ''."""
     try:
         computed_by(None, device, backend, rule)
     except BackendError as error:

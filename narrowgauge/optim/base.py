@@ -1,18 +1,21 @@
-"""The shell around the update: a torch optimizer whose states are codes and scales.
+"""NarrowOptimizer: the torch.optim.Optimizer around the update rules, with quantized states.
 
 state[parameter] holds plain tensors: `step` (float32, as in torch), and for each moment NAME
 
-    NAME             codes of the parameter's shape; 4-bit ones [rows, ceil(columns / 2)] uint8; float32 if the state is fp32
+    NAME             codes of the parameter's shape; 4-bit codes are [rows, ceil(columns / 2)]
+                     uint8; float32 if the state is fp32
     NAME_scale       [rows, tiles] bfloat16
     NAME_expansion   [rows, tiles] int8, fp8 alone
     master, master_scale, remainder     see masters.py
 
-so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Those of a DTensor are DTensors of its placements
-(`shards.py`). Which parameter is kept how is decided by
-`param_groups.kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
+`state_dict` therefore contains only tensors and plain values, is exact, and can be stored as
+safetensors. States of a DTensor parameter are DTensors with the same placements (`shards.py`).
+`param_groups.kept_as` chooses the format: 1-D and small tensors, rows too short for a tile, and
+embeddings known by name stay in float32.
 
-A gradient with a number that is not finite is not looked for (that would cost a pass; clip or a GradScaler does it, and `left_out` has what
-leaves the step out). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
+The step does not search gradients for NaN or infinity, because the search would cost another pass.
+Clipping or a GradScaler does it, and `left_out` describes skipped steps. A non-finite gradient is
+never hidden: float32 states become non-finite in that element, quantized states in the whole tile.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ Backend = Literal["auto", "triton", "native", "torch"]
 
 
 class Stepping(Protocol):
-    """What steps an optimizer inside backward, see `step_in_backward`."""
+    """Interface of `step_in_backward.InBackward`, which steps parameters inside backward."""
 
     def hook_group(self, place: int) -> None: ...
     def run(self, closure: Callable[[], Any]) -> Any: ...
@@ -50,7 +53,7 @@ class Stepping(Protocol):
 
 
 class Holding(Protocol):
-    """What holds gradients until the step, see `held_gradients`."""
+    """Interface of `held_gradients.HeldGradients`, which stores gradients in FP8 until the step."""
 
     def hook_group(self, place: int) -> None: ...
     def step(self) -> None: ...
@@ -58,7 +61,17 @@ class Holding(Protocol):
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
-    """Base of AdamW, Lion and SGD. Subclasses name the rule of groups that name none."""
+    """Base class of AdamW, Lion and SGD.
+
+    rule         update rule of groups that name no rule
+    backend      "auto" or the name of a backend, see `backends`
+    casting      WeightCasts if the step also casts weights, else None
+    stepping     InBackward if the optimizer steps inside backward, else None
+    holding      HeldGradients if gradients are stored in FP8, else None
+    found_inf    0-d float that skips the next step if it is not 0, or None; see `left_out`
+    halted       0-d float that skips all further steps if it is not 0, or None; see `left_out`
+    norm_before  gradient norm of the previous step for clip="previous", else None
+    """
 
     rule: ClassVar[Rule]
 
@@ -69,22 +82,28 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.", code="optim.backend"
             )
         self.backend: Backend = backend
-        self._rules: dict[str, Rule] = {}  # that groups brought
-        self._names: dict[Tensor, str] = {}  # of parameters, where they are known
+        # Custom rules of the parameter groups, by name. A group holds the name alone, so that
+        # state_dict stays plain.
+        self._rules: dict[str, Rule] = {}
+        # Parameter names, if known; they determine the noise of a parameter.
+        self._names: dict[Tensor, str] = {}
         self._forget_steps()
         self.casting: WeightCasts | None = None
         self.stepping: Stepping | None = None
         self.holding: Holding | None = None
-        self.found_inf: Tensor | None = None  # what leaves steps out on the device, see `left_out`
+        # Set by a scaler or the trainer, see `left_out`.
+        self.found_inf: Tensor | None = None
         self.halted: Tensor | None = None
-        self.norm_before: Tensor | float | None = (
-            None  # of the gradient of the step before, where a step is clipped by it
-        )
+        # A tensor during training, so that no host sync is needed. A loaded state gives a float.
+        self.norm_before: Tensor | float | None = None
         super().__init__(self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM})
         self._refuse_master_without_effect()
 
     def _not_empty(self, params: Any, embeddings: str) -> Any:
-        """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
+        """Return the parameters or groups to pass to torch.
+
+        Raises ConfigError with the cause if there are none.
+        """
         kind = type(self).__name__
         if isinstance(params, nn.Module):
             found = param_groups.groups(params, embeddings=embeddings)
@@ -99,7 +118,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 )
             return found
         if isinstance(params, Tensor):
-            return params  # torch refuses it in words
+            # torch raises a TypeError with an explanation.
+            return params
         if not isinstance(params, Iterable):
             raise ConfigError(
                 f"{kind}: {params!r} has no parameters. Pass the model, or a list of its parameters.",
@@ -117,7 +137,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _forget_steps(self) -> None:
         self._left_out = LeftOut()
         self._param_steps: dict[Tensor, ParamStep] = {}
-        self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
+        # Launch tables and similar objects that a backend caches between steps.
+        self._kept: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -132,19 +153,23 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._names = getattr(self, "_names", {})
         self._forget_steps()
-        self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
-        # Of a copy none: the hooks are on the parameters of the original.
+        # A copied optimizer has no WeightCasts: they refer to the layers of the original.
+        self.casting = getattr(self, "casting", None)
+        # A copied optimizer has no hooks: they are registered on the original's parameters.
         self.stepping = getattr(self, "stepping", None)
         self.holding = getattr(self, "holding", None)
         self.norm_before = getattr(self, "norm_before", None)
         self.found_inf = self.halted = None
         for group in self.param_groups:
-            if "states" in group and former.is_former(group):  # a whole optimizer that an earlier version saved
+            # `torch.save` of a whole optimizer bypasses load_state_dict, so its earlier form is
+            # converted here.
+            if "states" in group and former.is_former(group):
                 for parameter in group["params"]:
                     if parameter in self.state:
                         self.state[parameter] = former.converted(self.state[parameter], group, self._rule_of(group))
                 group["form"] = moments.FORM
-            for name, value in self.defaults.items():  # of a state that torch's own optimizer saved
+            # A state saved by torch's own optimizer lacks our options.
+            for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -152,13 +177,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
             rule = param_group["rule"]
             if isinstance(rule, Rule):
                 self._rules[rule.name] = rule
-                param_group["rule"] = rule.name  # a plain value, for state_dict
+                # A name instead of the object, because state_dict holds plain values only.
+                param_group["rule"] = rule.name
             for option, value in self._rule_of(param_group).options.items():
                 param_group.setdefault(option, value)
+        # torch fills in the defaults first: `_check_group` reads the complete group.
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
         except BaseException:
+            # torch has appended the group already; a refused group must not stay.
             self.param_groups.pop()
             raise
         group = self.param_groups[-1]
@@ -191,10 +219,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
         param_groups.tell_of_cut_tiles(kind, group)
 
     def _refuse_master_without_effect(self) -> None:
-        """Raises ConfigError for a master where every parameter is float32; beside 16-bit ones, some may be."""
+        """Raise ConfigError for a master if every parameter is float32.
+
+        Beside 16-bit parameters, some parameters may be float32.
+        """
         found = [group["master"] for group in self.param_groups if group["master"] is not None]
         types = [parameter.dtype for parameter, _, _ in self._numbered()]
-        # None on a rank to which ZeRO gives nothing.
+        # `types` is empty on a rank without parameters under ZeRO.
         if found and types and all(each == torch.float32 for each in types):
             raise ConfigError(
                 f"{type(self).__name__}: master = {found[0]!r} has no effect: all parameters are float32, and such a weight is its own "
@@ -202,16 +233,23 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 code="optim.master-float32",
             )
 
-    # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
+    # Not compiled: Dynamo would treat tensors cached from the last step as constants. torch.optim
+    # imports this private decorator too.
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Returns what `closure` returns, if one is given."""
+        """Step every parameter that has a gradient.
+
+        Returns the result of `closure`, or None without a closure.
+        """
         return self._step_all(closure)
 
     @_disable_dynamo
     @torch.no_grad()
     def _step_all(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Without the hooks that torch calls around `step`: of a part of an optimizer, whose steps are the whole one's."""
+        """`step` without the hooks that torch runs around it.
+
+        ZeRO uses it for a rank's part, because the hooks belong to the step of the whole optimizer.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -227,9 +265,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> bool:
-        """Whether there is a step to take, as far as the host can see; see `left_out`."""
+        """Return False if the host sees that this step must be skipped; see `left_out`."""
         flags, known = [x for x in (self.found_inf, self.halted) if x is not None], self._left_out
-        sees = all(map(known.seen_by_host, flags))  # also where there is none
+        # Also True without any flag. On a GPU, reading a flag would be a host sync.
+        sees = all(map(known.seen_by_host, flags))
         members = frozenset[Tensor]()
         if not sees:
             members = frozenset(parameter for parameter, _, _ in self._numbered() if parameter.grad is not None)
@@ -239,14 +278,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return not (sees and any(map(bool, flags)))
 
     def _counts_on_device(self) -> bool:
-        """Whether the kernels choose among the numbers of a step by how many were left out."""
+        """Return True if the kernels select a step's constants by the number of skipped steps."""
         chosen = [each.backend[1].kernel.name for each in self._param_steps.values() if each.backend is not None]
         return self.holding is None and "torch" not in chosen
 
     def settle(self, left_out: Sequence[bool] | None = None) -> None:
-        """Makes the counters those of the steps that were taken, where the device has left some out.
+        """Subtract the steps that the device skipped from the step counters.
 
-        left_out  of the steps until now, the last one last, whether it was; None: reads it, which waits for the device
+        left_out  for each step until now, the latest last: whether it was skipped. None reads
+                  the count from the device, which is a host sync
         """
         known = self._left_out
         count = known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
@@ -256,14 +296,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._left_out = LeftOut()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch has it; gradients that are held in FP8, and sums of the passes of an unfinished step, are dropped as well."""
+        """As in torch; also drops gradients held in FP8 and unfinished accumulation sums."""
         super().zero_grad(set_to_none)
         for each in (self.holding, self.stepping):
             if each is not None:
                 each.clear()
 
     def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
-        """Each parameter, its group, and the number that its noise depends on: of its name, else its place."""
+        """Yield each parameter with its group and its noise number.
+
+        The number is derived from the parameter's name if known, else from its position.
+        """
         place = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -287,7 +330,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
             each.gradient = _usable(shards.local_gradient(parameter) if each.is_shard else parameter.grad)
-            if identity(each.weight) != each.address:  # a copy, of a parameter that is not contiguous
+            # `weight` is then a contiguous copy of a strided parameter, copied back after the step.
+            if identity(each.weight) != each.address:
                 strided.append(each)
                 each.weight.copy_(each.source.reshape(each.weight.shape))
             kernel = self._kernel(each)
@@ -296,26 +340,35 @@ class NarrowOptimizer(torch.optim.Optimizer):
             kernel.run(members, self._kept, *left_out)
         for each in strided:
             each.source.copy_(each.weight.view(each.source.shape))
-        # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
+        # Kernels write through raw pointers, which autograd cannot see. Code that caches results of
+        # a weight compares its version.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
         torch.autograd.graph.increment_version([each.source for each in param_steps if each.is_shard])
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
-            each.gradient = None  # or it would outlive the parameter's
+            # Otherwise the memory would outlive the parameter's own gradient.
+            each.gradient = None
             if each.stepped is not None:
                 each.stepped.commit(parameter)
 
     def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
-        """The next step of each, with its constants and key. It is counted, unless it is only looked at."""
+        """Return the next step of each parameter, with its constants and noise key.
+
+        counts  False leaves the step counters unchanged, for a look ahead
+        """
         param_steps = [self._param_step(parameter, group) for parameter, group, _ in chosen]
         counters = [each.state["step"] for each in param_steps]
         if counts:
+            # Counters are float32 tensors on the CPU, as in torch: reading them below is no GPU
+            # sync.
             torch._foreach_add_(counters, 1.0)
-        # Fake counters hold no numbers: they stand at the first step, which has the shapes of every other.
+        # Fake counters have no values. They are taken as 1: shapes are the same at every step.
         counted = torch.stack(counters).tolist() if all(map(holds_numbers, counters)) else [1.0] * len(counters)
         found: dict[tuple[int, float], list[tuple[Any, int]]] = {}
         for (_, group, number), each, count in zip(chosen, param_steps, counted, strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
+                # One set of constants for each number of skipped steps that is still possible; the
+                # kernel selects.
                 steps = range(step, step - self._left_out.uncertain - 1, -1)
                 shared = [(self._rule_of(group).constants(group, n), noise.step_key(group["seed"], n)) for n in steps]
                 found[id(group), count] = shared
@@ -324,11 +377,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return param_steps
 
     def replayable(self) -> ReplayedStep:
-        """The step for a CUDA graph, to be made before its capture; see `cuda_graph`."""
+        """Return a ReplayedStep for a CUDA graph; call it before the capture. See `cuda_graph`."""
         return ReplayedStep(self)
 
     def _kernel(self, param_step: ParamStep) -> Kernel[backends.Spec]:
-        """The backend that computes the step; chosen anew when gradients come in another type, or at another alignment."""
+        """Return the backend of a step.
+
+        It is chosen again if the dtype, the 16-byte alignment or the class of the gradient changes.
+        """
         gradient = param_step.gradient
         assert gradient is not None
         key = gradient.dtype, identity(gradient) % 16 == 0, type(gradient)
@@ -338,10 +394,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return kernel
 
     def cast_weights(self, model: nn.Module | None) -> WeightCasts | None:
-        """From now on the step also casts the weights of the model's QLinears, where it can; None: of no model any more.
+        """From now on, let the step also cast the weights of the model's QLinears where possible.
 
-        No number changes: the next forward pass finds the cast that it would have made. What is returned, and stays as `casting`, says
-        for each layer what the step leaves, or why nothing; print it. See `precast_weights.py`.
+        model: None ends the casts. Results stay bit-identical, because the next forward pass finds
+        the cast that it would have computed. The returned WeightCasts, also stored as `casting`,
+        prints the cast of each layer or the reason against one. See `precast_weights.py`.
         """
         if self.casting is not None:
             self.casting.release()
@@ -349,7 +406,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return self.casting
 
     def computed_by(self, parameter: Tensor) -> str:
-        """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
+        """Name of the backend that steps a parameter.
+
+        If plain torch replaces a kernel, a reason follows: "torch (compute capability 7.5, needs
+        8.0)".
+        """
         return str(self._computed_by(parameter))
 
     def _computed_by(self, parameter: Tensor) -> backends.ComputedBy:
@@ -359,7 +420,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         )
 
     def _param_step(self, parameter: Tensor, group: dict[str, Any]) -> ParamStep:
-        """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
+        """Return the parameter's ParamStep, cached while parameter and state keep their memory."""
         state, asked = self.state[parameter], param_groups.asked(group)
         if not state:
             self._refuse_converted(parameter, group)
@@ -375,7 +436,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._refuse_converted(parameter, group, state)
             found = ParamStep.of(parameter, *self._kept_as(parameter, group), state, asked=asked)
             self._param_steps[parameter] = found
-            self._kept.clear()  # or it would keep what the old step holds
+            # Cached batches would keep the tensors of the old step alive.
+            self._kept.clear()
         stepped = None if self.casting is None else self.casting.of(parameter)
         if stepped is not found.stepped:
             found.stepped, found.native, found.backend = stepped, None, None
@@ -385,7 +447,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _refuse_converted(
         self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Tensor] | None = None
     ) -> None:
-        """Raises ConfigError for a parameter that became another type or shape since the optimizer took it."""
+        """Raise ConfigError if a parameter's dtype or shape changed after construction."""
         kind = f"{type(self).__name__}: a parameter of {list(parameter.shape)} is {parameter.dtype} now"
         if reason := param_groups.refuse(parameter, group["master"]):
             raise ConfigError(
@@ -399,12 +461,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
 
     def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
-        """What `new_state` and `ParamStep.of` make of a parameter is decided by."""
+        """Return (rule, states, master), the arguments of `new_state` and `ParamStep.of`."""
         kept = states.named(param_groups.kept_as(parameter, group)[0])
         return self._rule_of(group), kept, param_groups.master_of(parameter, group, kept.tile)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
-        """Of a DTensor DTensors; on the device "meta" plain tensors of the whole."""
+        """Return a new state.
+
+        A DTensor gets DTensors with its placements. For "meta", tensors are plain and of the full
+        shape.
+        """
         kept = self._kept_as(parameter, group)
         if not shards.is_sharded(parameter):
             return new_state(parameter, *kept, device)
@@ -417,14 +483,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         }
 
     def _local_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What this rank will keep of a parameter, as tensors without memory."""
+        """Return the state that this rank would store for a parameter, as meta tensors."""
         own = torch.empty(shards.local(parameter).shape, dtype=parameter.dtype, device="meta")
         return new_state(own, *self._kept_as(parameter, group), "meta")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch has it; groups hold `norm_before` too where steps are clipped by it, which waits for the device, as `settle` does.
+        """As in torch, with `norm_before` in the groups for clip="previous".
 
-        Groups of SGD name their dampening, 0, without which torch.optim.SGD cannot step from a state that it has loaded.
+        Reading `norm_before` and the skipped steps (`settle`) is a host sync. Groups of SGD contain
+        dampening = 0, because torch.optim.SGD cannot step from a loaded state without it.
         """
         self.settle()
         found = super().state_dict()
@@ -437,19 +504,22 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return found
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for what `load_state_dict` refuses."""
+        """Raise CheckpointError if `load_state_dict` would refuse the state."""
         new_state = lambda each, group: self._new_state(each, group, "meta")  # noqa: E731
         refuse_state(type(self).__name__, state_dict, self.param_groups, self.rule.name, new_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none.
+        """Load a state exactly, without a change of dtype.
 
-        Of parameters that are DTensors it takes DTensors of the same placements, or whole tensors, of which every rank takes its part.
+        DTensor parameters accept DTensors of the same placements, or whole tensors, from which
+        every rank takes its part. Raises CheckpointError, before any change, if formats differ or
+        values are not finite.
         """
         own = self.param_groups
         found = upgraded(state_dict, own, self._rule_of)
         self.check_state_dict(found)
-        # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
+        # torch casts every state tensor to the parameter's dtype. So states are set below, by the
+        # position of their parameter, and torch loads the groups alone.
         super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})
         self.norm_before = None
         for group in self.param_groups:

@@ -1,11 +1,12 @@
-"""An optimizer's state taken over by another that keeps the same moments in other formats, and other weights.
+"""Transfer an optimizer state and its weights to an optimizer with other state formats.
 
     w, m, v = decoded values of the old state (`moments`, `masters`), in float32
     new state = their codes, rounded to nearest
 
-A parameter whose formats stay keeps its tensors bit for bit. Rounding is to nearest where a step of training rounds stochastically:
-this is done once, and the nearest code has half the error. What is lost is measured against the decoded values.
-Both optimizers have the same rule, and tensors of one process (no DTensors).
+A parameter whose formats do not change keeps its tensors bit for bit. Rounding is to nearest,
+although a training step rounds stochastically. The transfer happens once, and the nearest code has
+half the error. The reported loss compares the new values with the decoded old values. Both
+optimizers need the same rule and plain tensors; DTensors are not supported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from narrowgauge.optim.step import ParamStep, as_tiles, decode_rows, new_state, 
 
 @dataclass(frozen=True)
 class Form:
-    """How an optimizer keeps a parameter."""
+    """Format of one parameter in an optimizer: rule, moment formats and master."""
 
     rule: Rule
     states: States
@@ -37,7 +38,12 @@ class Form:
 
 @dataclass
 class Loss:
-    """What became of one quantity: how many tensors there were, how many changed, and the squares for its error in dB."""
+    """Rounding loss of one quantity (the weights or one moment) over all tensors.
+
+    tensors        number of tensors
+    changed        number of tensors with at least one changed value
+    signal, noise  sums of squares of the old values and of the differences, for the error in dB
+    """
 
     tensors: int = 0
     changed: int = 0
@@ -60,7 +66,12 @@ class Loss:
 
 @dataclass
 class Carried:
-    """weights, and each moment by its name; how many parameters had a state, and how many of them kept it bit for bit."""
+    """Result of `carry`.
+
+    losses        Loss of the weights and of each moment, by name
+    states        number of parameters that had a state
+    as_they_were  number of parameters whose weight and state were copied bit for bit
+    """
 
     losses: dict[str, Loss] = field(default_factory=dict)
     states: int = 0
@@ -70,12 +81,15 @@ class Carried:
         self.losses.setdefault(name, Loss()).see(before, after)
 
     def words(self) -> list[str]:
-        """A clause for each quantity."""
+        """One clause for each quantity."""
         return [f"{name} {loss}" for name, loss in self.losses.items()]
 
 
 def form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> Form:
-    """torch's AdamW keeps float32 moments of float32 weights."""
+    """Return the format in which `optimizer` stores `parameter`.
+
+    Optimizers of torch are taken for AdamW with float32 moments and float32 weights.
+    """
     if not isinstance(optimizer, NarrowOptimizer):
         return Form(rules.ADAMW, states.named("fp32"), None)
     rule = rules.get(group["rule"], {}) if "rule" in group else optimizer.rule
@@ -88,9 +102,10 @@ def form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str
 def carry(
     source: torch.optim.Optimizer, target: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]
 ) -> Carried:
-    """Gives each new parameter the weight of the old one, and `target` the state that `source` has of it.
+    """Copy weights to new parameters and convert their states from `source` to `target`.
 
-    pairs: (parameter of source, parameter of target), of one shape. Raises ConfigError for two rules, whose moments mean different things.
+    pairs: (parameter of source, parameter of target), with equal shapes.
+    Raises ConfigError if the rules differ, because moments of two rules have different meanings.
     """
     found = Carried()
     before, after = (_groups(optimizer) for optimizer in (source, target))
@@ -114,6 +129,7 @@ def carry(
         made = _encoded(new, new_form, values, kept)
         if kept:
             target.state[new] = made
+        # The loss includes the master and scale as stored, so the new state is decoded again.
         rounded = _decoded(new, new_form, made)
         for name, value in values.items():
             found.see(name, value, rounded[name])
@@ -131,7 +147,7 @@ def _copied(name: str, x: Any, parameter: Tensor) -> Any:
 
 
 def _decoded(parameter: Tensor, form: Form, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """float32, of the parameter's shape: `weights` and each moment."""
+    """Decode one parameter: float32 `weights` and moments, each of the parameter's shape."""
     step = ParamStep.of(parameter, form.rule, form.states, form.master, kept)
     rows, columns = step.weight.shape
     tiles, every = -(-columns // step.tile), slice(0, rows)
@@ -152,7 +168,10 @@ def _decoded(parameter: Tensor, form: Form, kept: dict[str, Tensor]) -> dict[str
 
 
 def _encoded(parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Writes the weight into the parameter; the state with the moments in `values`, which may be none."""
+    """Write the weight into `parameter` and return a new state with the moments in `values`.
+
+    Moments missing in `values` stay zero.
+    """
     made = new_state(parameter, form.rule, form.states, form.master, parameter.device)
     step = ParamStep.of(parameter, form.rule, form.states, form.master, made)
     rows, columns = step.weight.shape
@@ -178,10 +197,13 @@ def _encoded(parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dic
 
 
 def _stored(kind: masters.Master, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`masters.store`, to nearest in place of stochastically."""
+    """Round like `masters.store`, but to nearest instead of stochastically."""
     if kind == "stochastic":
         return masters.rounded(x, dtype), None, None
     if kind == "fp16-scaled":
+        # A constant 0.5 in place of the random number turns stochastic rounding into rounding to
+        # nearest.
         codes, scale = masters.encode_scaled(x, torch.full_like(x, 0.5))
         return masters.rounded(masters.decode_scaled(codes, scale), dtype), codes, scale
-    return masters.store(kind, x, dtype, 0, x)  # draws nothing
+    # The remaining kinds use neither the noise key (0) nor the element index (x).
+    return masters.store(kind, x, dtype, 0, x)

@@ -1,11 +1,13 @@
-"""Combinations that train without an error and learn less than they should: found before the first step, with the reason.
+"""Detect optimizer settings that train without an error but lose updates in low precision.
 
-    second moment in bfloat16, beta2 >= 0.99      v changes by less than half a unit per step and never decays; with
-                                                  beta2 = 0.999 it stops at about a quarter of its value when it rises
-    bfloat16 weights without a master             updates below 1/512 of a weight are lost
-    float16 weights or moments                    g^2 below 6e-8 is zero, and eps = 1e-8 is zero as well
+    second moment in bfloat16, beta2 >= 0.99   v changes by less than half a unit per step and never
+                                               decays; with beta2 = 0.999 a rising v stops at about
+                                               a quarter of its value
+    bfloat16 weights without a master          updates below 1/512 of a weight are lost
+    float16 weights or moments                 g^2 below 6e-8 is zero, and so is eps = 1e-8
 
-For any torch optimizer. Ours refuse them when they are built, or round stochastically.
+The checks accept any torch optimizer and run before the first step. Optimizers of narrowgauge
+refuse such settings in their constructor, or round stochastically.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ _LARGEST_BETA2 = 0.99
 
 
 def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Sentences, one for each kind of failure; empty if none was found. Looks at dtypes and betas, not at values."""
+    """Return one sentence for each kind of failure; the list is empty if none was found.
+
+    Only dtypes and betas are inspected, never values.
+    """
     if isinstance(optimizer, NarrowOptimizer):
         return []
-    option = "bf16_stochastic_round"  # torchao's name for it
+    # Option name in torchao's optimizers.
+    option = "bf16_stochastic_round"
     stochastic = getattr(optimizer, option, False) or optimizer.defaults.get(option, False)
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
@@ -35,7 +41,7 @@ def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def refuse_silent_failures(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError with every reason of `silent_failures`."""
+    """Raise ConfigError with all reasons of `silent_failures`."""
     if reasons := silent_failures(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__}: {' '.join(reasons)} Use narrowgauge.optim.AdamW with master='bf16-remainder' or "
@@ -52,7 +58,8 @@ def _of_parameter(parameter: Tensor, group: dict[str, Any], state: dict[str, Any
         reasons.append(f"Weights in {name} without a master lose every update below 1/{part} of the weight.")
     beta2 = group["betas"][1] if "betas" in group and len(group["betas"]) > 1 else None
     second = state.get("exp_avg_sq")
-    kept = second.dtype if isinstance(second, Tensor) else parameter.dtype  # torch makes states like the parameter
+    # torch allocates states in the dtype of the parameter.
+    kept = second.dtype if isinstance(second, Tensor) else parameter.dtype
     if beta2 is not None and ("eps" in group) and kept == torch.bfloat16 and beta2 >= _LARGEST_BETA2:
         reasons.append(
             f"A second moment in bfloat16 with beta2 = {beta2} does not decay: a step changes it by {1 - beta2:.2g}, half a "

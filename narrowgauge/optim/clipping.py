@@ -1,15 +1,20 @@
-"""The norm of a gradient, and clipping by it: torch's, without its overflow, and of DTensors on any meshes.
+"""Gradient norm and clipping as in torch, without overflow, for plain tensors and DTensors.
 
-    norm = sqrt(sum of g^2)        of all gradients together; g *= min(1, largest / (norm + 1e-6))
+    norm = sqrt(sum of g^2)        over all gradients; g *= min(1, largest / (norm + 1e-6))
 
-Squares in float32 overflow from gradients of 1.8e19 on, in float16 from 256 on: torch then reports an infinite norm, and clips to zero.
-Here a norm is infinite only if a gradient is, or if it is beyond float32 itself. On a CPU float64 is taken where float32 overflowed, so
-the bits are else torch's; on a GPU, where to look would mean to wait, all squares are summed in float64, at the same traffic.
+Squares overflow in float32 from gradients of 1.8e19 on, and in float16 from 256 on. torch then
+reports an infinite norm and clips to zero. Here a norm is infinite only if a gradient is infinite,
+or if the norm exceeds float32.
 
-Of DTensors the squares of the local parts are summed in float64, and the ranks' sums gathered and added in one order: every rank has the
-same norm, to the bit, and waits for nothing. A float32 norm of another sharding differs only where 2^-50 of it decides its rounding.
+On a CPU the result is torch's, bit for bit, and float64 is used only after float32 overflowed. On a
+GPU this test would be a host sync, so all squares are summed in float64, with the same memory
+traffic.
 
-`NormInParts` has the same norm of gradients that come one after another, of which each is gone when the next one comes.
+Squares of local DTensor parts are summed in float64. The ranks' sums are gathered and added in one
+order, so every rank has a bit-identical norm without a host sync. With another sharding, the
+float32 norm differs only if an error of 2^-50 decides its rounding.
+
+`NormInParts` computes the same norm if gradients arrive one after another and are freed in between.
 """
 
 from __future__ import annotations
@@ -33,11 +38,15 @@ from narrowgauge.optim.cpp.norm import Blocks
 def clip_gradients(
     parameters: Iterable[Tensor], largest: float | None, *, wide: bool = False, stages: Any = None
 ) -> Tensor:
-    """Makes the norm of the gradients at most `largest` (None: as it is). Returns the norm before, 0-d float32 on their device.
+    """Clip gradients to the norm `largest` and return the norm before clipping.
 
-    wide    sums squares of plain gradients in float64 too, so that one process has the norm that shards have
-    stages  process group of the ranks that hold other parameters of the same model, such as the stages of a pipeline: the norm is of
-            all of them. Every rank of it has to call. DTensors bring their own groups
+    largest  largest norm that stays as it is; None only measures
+    wide     also sum squares of plain gradients in float64, so that one process gets the norm
+             of sharded runs
+    stages   process group of ranks with other parameters of the same model, such as pipeline
+             stages. The norm then covers all of their gradients, and every rank of the group
+             has to call. DTensors use the groups of their own meshes
+    ->       0-d float32 on the device of the gradients
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -56,7 +65,10 @@ def clip_gradients(
 
 @torch.no_grad()
 def scale_gradients(trained: list[Tensor], largest: float, norm: Tensor) -> None:
-    """Multiplies the gradients of parameters that have one by min(1, largest / (norm + 1e-6)); norm 0-d float32."""
+    """Multiply gradients by min(1, largest / (norm + 1e-6)), in place.
+
+    Parameters without a gradient are ignored. norm: 0-d float32.
+    """
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if not any(map(shards.is_sharded, gradients)):
         clip_grads_with_norm_(trained, largest, norm)
@@ -73,24 +85,32 @@ def scale_gradients(trained: list[Tensor], largest: float, norm: Tensor) -> None
 def gradient_norm(
     gradients: list[Tensor], *, wide: bool = False, stages: Any = None, blocks: Blocks | None = None
 ) -> Tensor:
-    """0-d float32. wide, stages: see `clip_gradients`. blocks: the gradients once more, where nothing of them is sharded."""
+    """Norm of all gradients, 0-d float32.
+
+    wide, stages  see `clip_gradients`
+    blocks        the same gradients as `Blocks`, if none is sharded; saves a second traversal
+    """
     if stages is not None or (wide and gradients) or any(map(shards.is_sharded, gradients)):
         return _norm_over_ranks(gradients, stages, blocks).to(torch.float32)
     if gradients and gradients[0].is_cuda and not wrapper(*gradients):
         return _wide_norm(gradients).to(torch.float32)
     norm = get_total_norm(gradients)
+    # Only an infinite norm is computed again in float64: all other norms keep torch's bits.
     if norm.device.type == "cpu" and not wrapper(norm, *gradients) and math.isinf(float(norm)):
         norm = _wide_norm(gradients)
     return norm.to(torch.float32)
 
 
 def _wide_norm(gradients: list[Tensor]) -> Tensor:
-    """0-d float64, on the device of the first."""
+    """Norm in float64, 0-d, on the device of the first gradient."""
     return _square(*_parts(gradients)).sqrt()
 
 
 def _parts(gradients: list[Tensor]) -> tuple[list[Tensor], bool]:
-    """What local gradients add to `_square`, float64, and whether it is squares: on a CPU (1-d, of tensors or of blocks), else norms."""
+    """Contributions of local gradients to `_square`: (float64 tensors, are_squares).
+
+    On a CPU they are 1-d sums of squares of tensors or blocks (True), elsewhere 0-d norms (False).
+    """
     if not all(device_facts(each.device.type, each.device.index).type == "cpu" for each in gradients):
         return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float64)), False
     if (blocks := Blocks.of(gradients)) is not None:
@@ -106,24 +126,28 @@ def _squares_on_cpu(x: Tensor) -> Tensor:
 
 
 def _square(parts: list[Tensor], are_squares: bool) -> Tensor:
-    """Of all gradients 0-d float64, on the device of the first."""
+    """Sum of squares of all gradients: 0-d float64, on the device of the first part."""
     if are_squares:
         return torch.cat(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.linalg.vector_norm(torch.stack([norm.to(parts[0].device) for norm in parts])).square()
 
 
 class NormInParts:
-    """`gradient_norm(gradients, wide=True)` of gradients that are not there together, to the bit; `place` is a gradient's in that list.
+    """`gradient_norm(gradients, wide=True)` for gradients that arrive one at a time; bit-identical.
 
-    Of the places that were seen; a second gradient at a place is the caller's mistake. Of a DTensor, `add` sends nothing and `norm` once
-    for each mesh; `so_far` sends 8 bytes for each gradient, and every rank of its mesh has to call it. On a CPU 8 bytes are kept for 4,096
-    elements.
+    `place` is the index of a gradient in that list. The caller must not add a second gradient for a
+    place. The norm covers the places seen so far.
+
+    For a DTensor, `add` communicates nothing, and `norm` once per mesh. `so_far` communicates 8
+    bytes per gradient, and every rank of its mesh must call it. On a CPU, 8 bytes are stored per
+    4,096 elements.
     """
 
     def __init__(self) -> None:
-        # place -> mesh and axes that cut, part, whether it is squares
+        # place -> (mesh and its sharding axes or None, partial sums, are_squares).
         self._parts: dict[int, tuple[Any, Tensor, bool]] = {}
-        self._known: Tensor | None = None  # square of what `so_far` has seen
+        # Sum of squares over the gradients that `so_far` was called for.
+        self._known: Tensor | None = None
 
     def __contains__(self, place: int) -> bool:
         return place in self._parts
@@ -142,7 +166,7 @@ class NormInParts:
 
     @torch.no_grad()
     def so_far(self, place: int) -> Tensor:
-        """0-d float32: the norm of the gradients for which this was called, this one included."""
+        """Norm of the gradients for which this was called, including this one: 0-d float32."""
         key, part, is_squares = self._parts[place]
         square = part.sum() if is_squares else part.square()
         if key is not None:
@@ -152,30 +176,40 @@ class NormInParts:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """0-d float32, of all; of none 0."""
+        """Norm of all gradients added, 0-d float32; 0 if there are none."""
         groups: dict[Any, list[tuple[Tensor, bool]]] = {}
+        # The order of the list, not of arrival: backward order differs from it, and float sums
+        # depend on order.
         for _, (key, part, is_squares) in sorted(self._parts.items(), key=lambda item: item[0]):
             groups.setdefault(key, []).append((part, is_squares))
         found = {}
         for key, members in groups.items():
-            all_squares = all(is_squares for _, is_squares in members)  # else some are on another device
+            # Mixed parts: gradients lie on several devices, so all become norms.
+            all_squares = all(is_squares for _, is_squares in members)
             parts = [x if all_squares or not of else x.sum().sqrt() for x, of in members]
             found[key] = _square(parts, all_squares)
         return _total(found, None).to(torch.float32)
 
 
 def _square_on_cpu(x: Tensor) -> Tensor:
-    """Sum of squares in float64, by pieces that stay in the cache: torch's norm in another dtype takes eight times as long."""
+    """Sum of squares in float64, by pieces that fit in the cache.
+
+    torch's norm with another dtype takes eight times as long.
+    """
     total = torch.zeros((), dtype=torch.float64)
     pieces = x.reshape(-1).split(2**16)
-    for piece in pieces if dry_run_on() is None else pieces[:1]:  # of which one is like another
+    # A dry run counts operations on one piece, because all pieces cost the same.
+    for piece in pieces if dry_run_on() is None else pieces[:1]:
         wide = piece.to(torch.float64)
         total += torch.dot(wide, wide)
     return total
 
 
 def _norm_over_ranks(gradients: list[Tensor], stages: Any, blocks: Blocks | None) -> Tensor:
-    """0-d float64: one gather for each mesh whose axes cut gradients (for each such axis of it), and one over the stages."""
+    """Norm over all ranks, 0-d float64.
+
+    Costs one gather for each sharding axis of each mesh, and one over the stages.
+    """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         if shards.is_sharded(gradient):
@@ -191,7 +225,10 @@ def _norm_over_ranks(gradients: list[Tensor], stages: Any, blocks: Blocks | None
 
 
 def _total(squares: dict[Any, Tensor], stages: Any) -> Tensor:
-    """The norm, 0-d float64: of the local squares of gradients on the meshes and cut axes that are keys, None: of none."""
+    """Norm from local sums of squares: 0-d float64.
+
+    The keys of `squares` are (mesh, sharding axes), or None for plain gradients.
+    """
     own = next(iter(squares.values())).device if squares else _device_of(stages)
     total = torch.zeros((), dtype=torch.float64, device=own)
     for key, square in squares.items():
@@ -204,7 +241,7 @@ def _total(squares: dict[Any, Tensor], stages: Any) -> Tensor:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where a group's collectives take their tensors, for a stage without gradients."""
+    """Device of the tensors that a group's collectives take, for a stage without gradients."""
     if group is None:
         return torch.device("cpu")
     return (

@@ -1,16 +1,18 @@
-"""The optimizer's step inside a CUDA graph: launches that read what changes from memory, which is filled before each replay.
+"""Optimizer step inside a CUDA graph: step-dependent numbers are read from GPU memory.
 
     replayed = optimizer.replayable()
     with torch.cuda.graph(graph):
-        loss = step_of_the_model()              # gradients are where this leaves them, at every replay
+        loss = step_of_the_model()              # gradients stay at these addresses for every replay
         replayed.capture()                      # instead of optimizer.step()
     for batch in batches:
-        replayed.before_replay()                # counts the step; learning rate, corrections and noise as they are now
+        replayed.before_replay()                # counts the step and sends its numbers
         graph.replay()
 
-The numbers are those of `step`: they are worked out on the host and travel to the GPU in one copy, in the order of the stream, so
-nothing waits. Every parameter must be stepped by the Triton kernel, and one ordinary step must have been made before (of all the
-parameters that the graph steps): it compiles, proves the kernels, and writes their tables.
+The results are bit-identical to `step`. The host computes the numbers and sends them in one copy in
+stream order, without a sync.
+
+The Triton kernel must step every parameter. One ordinary step of all captured parameters must come
+first: it compiles and checks the kernels and writes their tables.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from narrowgauge.optim import shards
 
 
 class ReplayedStep:
-    """See the module; of a `base.NarrowOptimizer`. Holds the gradients, weights and states of the capture, as the graph does."""
+    """Captured step of a `base.NarrowOptimizer`; see the module for its use.
+
+    It keeps the gradients, weights and states of the capture alive, as the graph itself does.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -35,13 +40,14 @@ class ReplayedStep:
         self._gradients: list[Tensor] = []
         self._captured: dict[torch.device, list[Any]] = {}  # of `triton.launch.Batch`
         counts = Counter(parameter.device for parameter, _, _ in optimizer._numbered())
-        # A batch for each parameter would be the most: a head, an address, and one to make it even.
+        # Upper bound: one batch per parameter, with 16 numbers of a head, one gradient address and
+        # one number of padding.
         self._step_args = {
             device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
         }
 
     def refuse(self) -> str:
-        """Why the step cannot be captured as it is now, a clause, or ''. Reads nothing from the device."""
+        """Reason why the step cannot be captured now (a clause), or ''. No host sync."""
         optimizer = self._optimizer
         if optimizer.casting is not None:
             return "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first"
@@ -61,9 +67,10 @@ class ReplayedStep:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Launches the step of every parameter that has a gradient; nothing is computed until the graph is replayed.
+        """Launch the step of every parameter with a gradient into the graph that is being captured.
 
-        Raises ConfigError for what `refuse` names.
+        Nothing is computed before the graph is replayed. Raises ConfigError for the reasons of
+        `refuse`.
         """
         from narrowgauge.optim.triton import launch
 
@@ -75,10 +82,12 @@ class ReplayedStep:
                 code="optim.capture",
             )
         self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
+        # The capture computes nothing, so it must not count as a step.
         param_steps = optimizer._next(self._chosen, counts=False)
         for (parameter, _, _), each in zip(self._chosen, param_steps, strict=True):
             each.gradient = shards.local_gradient(parameter)
         self._gradients = [each.gradient for each in param_steps if each.gradient is not None]
+        # makes=False: new tables would be copied to the GPU inside the capture.
         self._captured = launch.batches_of(param_steps, optimizer._kept, makes=False)
         for device, batches in self._captured.items():
             launch.run(batches, self._step_args[device])
@@ -87,7 +96,7 @@ class ReplayedStep:
 
     @torch.no_grad()
     def before_replay(self) -> None:
-        """Counts the step and sends its numbers: the learning rate as it is now, corrections, the key of the noise."""
+        """Count the step and send its learning rate, corrections and noise key to the GPU."""
         from narrowgauge.optim.triton import launch
 
         if not self._captured:
@@ -100,8 +109,10 @@ class ReplayedStep:
             each.gradient = gradient
         for device, batches in self._captured.items():
             numbers = torch.tensor(launch.step_args_of(batches), dtype=torch.int64, device="cpu")
+            # Only a copy from pinned memory is asynchronous.
             sent = numbers.pin_memory() if device.type == "cuda" else numbers
             self._step_args[device][: len(numbers)].copy_(sent, non_blocking=True)
+        # Replayed kernels write weights without autograd, so versions are raised by hand.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])
         for each in param_steps:
             each.gradient = None

@@ -1,8 +1,9 @@
-"""States of earlier forms (see `moments.FORM`), converted to the present one when they are loaded.
+"""Conversion of states saved in earlier forms (see `moments.FORM`) to the present form.
 
-Form 2 kept "8bit" first moments as c |c| / 127^2, c int8, and second moments as floats of 5 exponent and 3 mantissa bits. Form 3
-kept second moments as a taper over 60 octaves. All have the types and shapes of their successors, so that a distributed checkpoint
-can reshard them before they are converted.
+Form 2 stored "8bit" first moments as c |c| / 127^2 with c int8, and second moments as floats with 5
+exponent and 3 mantissa bits. Form 3 stored second moments with a taper over 60 octaves. All have
+the dtypes and shapes of their successors, so a distributed checkpoint can be resharded before the
+conversion.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from narrowgauge.optim.step import as_tiles, shape_of
 
 
 def is_former(group: Mapping[str, Any]) -> bool:
-    """Whether a group was saved in an earlier form that can be converted; the first form of 4 bits cannot."""
+    """Return True if a group was saved in an earlier form that can be converted.
+
+    The first form of 4-bit states cannot be converted.
+    """
     form = group.get("form", 1)
     return form in (2, 3) or (form < 2 and "4bit" not in str(group.get("states")))
 
 
 def converted(state: Mapping[str, Any], group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
-    """A parameter's state of an earlier form in the present one; group: as it was saved."""
+    """Convert one parameter's state to the present form. `group` is the group as it was saved."""
     found, name = dict(state), group.get("states")
     changed = (moments.TAPERED8,) if group.get("form", 1) == 3 else (moments.E5M2, moments.TAPERED8)
     kept = states.named(name) if isinstance(name, str) and states.is_known(name) else None
@@ -43,7 +47,7 @@ def converted(state: Mapping[str, Any], group: Mapping[str, Any], rule: Rule) ->
 
 
 def _converted(codes: Tensor, scale: Tensor, format: Moment, form: int) -> tuple[Tensor, Tensor]:
-    """codes of the parameter's shape and scale [rows, tiles] -> the same in the present form."""
+    """Convert codes of the parameter's shape and scales [rows, tiles] to the present form."""
     rows, columns = shape_of(codes)
     if not codes.numel() or scale.ndim != 2 or not scale.shape[1]:
         return codes, scale
@@ -53,6 +57,7 @@ def _converted(codes: Tensor, scale: Tensor, format: Moment, form: int) -> tuple
     x = read(cut, scale)
     if columns % tile:
         x[:, -1, columns % tile :] = 0.0
+    # Loading rounds to nearest: the conversion is deterministic and happens once.
     noise = torch.full(x.shape, moments.NEAREST, dtype=torch.int32, device=x.device)
     found: Encoded = format.encode(x, noise)
     assert found.scale is not None
@@ -70,7 +75,7 @@ def _e5m3(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _taper_of_60_octaves(codes: Tensor, scale: Tensor) -> Tensor:
-    """As `moments.Tapered`, with 16 codes per octave over 4 octaves in the place of 3."""
+    """Decode form 3: `moments.Tapered` with 16 codes per octave over 4 octaves instead of 3."""
     code, top = codes.to(torch.int32), ((127 + 25) << (23 - moments.TAPER_SHIFT)) + 255
     distance = (top - code << moments.TAPER_SHIFT).view(torch.float32).to(torch.int32)
     share = ((127 << 23) + (4 << 23) - distance).view(torch.float32)

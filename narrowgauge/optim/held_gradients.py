@@ -1,17 +1,19 @@
-"""Gradients held in FP8 from the moment they are whole to the step: 1.01 bytes a parameter instead of 2 or 4.
+"""Gradients stored in FP8 between backward and the step: 1.01 bytes a parameter instead of 2 or 4.
 
-    held    E4M3 codes and a power of two for each 1 x 128 of a row, one byte (MX's E8M0)      |g - g'| <= 2^-4 |g|, in range
-    passes  of several micro-batches: decode, add in float32, encode again; to nearest up to the eighth, then stochastically
-    step    tensor by tensor: decode, clip, step, free
+    format        E4M3 codes and one power-of-two scale (E8M0 of OCP MX, one byte) per 1 x 128
+                  elements of a row; |g - g'| <= 2^-4 |g| in range
+    accumulation  decode, add in float32, encode again; round to nearest up to the eighth
+                  micro-batch, then stochastically
+    step          tensor by tensor: decode, clip, step, free
 
-Together with states "fp8-lm" and float16 weights that are their own master (master="stochastic") a parameter takes FP8-LM's 6 bytes
-(arXiv 2310.18313): 1.01 + 1.01 + 2.01 + 2, and with bfloat16 weights and "8bit" states 5. FP8-LM has one scale per tensor with a factor mu
-that adapts; tiles are as exact within half a decibel, and need no state. Eight: to nearest is 2.5 dB better, but loses an addend below
-half a gap, 1/16 of the sum, which the tenth of equal ones is; from then on stochastic rounding keeps it on average. Both are measured by
-`python -m benchmarks.held_gradients`.
+States "fp8-lm" and float16 weights that are their own master (master="stochastic") give the 6 bytes
+of FP8-LM (arXiv 2310.18313): 1.01 + 1.01 + 2.01 + 2. With bfloat16 weights and "8bit" states it
+takes 5. FP8-LM uses one scale per tensor with an adaptive factor mu. Tile scales are as exact
+within half a decibel and need no state.
 
-One gradient of 16 bits is there at a time, while it is encoded or stepped. Vectors and tensors of fewer than 4,096 elements are held as
-they are. Each backward pass encodes, and each step decodes twice where it clips: about four passes over the gradient.
+At most one 16-bit gradient exists at a time, while it is encoded or stepped. Vectors and tensors of
+fewer than 4,096 elements are not encoded. Each backward pass encodes, and each step decodes twice
+if it clips: about four passes over the gradient.
 """
 
 from __future__ import annotations
@@ -40,13 +42,22 @@ from narrowgauge.scaling import E8M0_CEIL
 
 NEAREST = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL)
 STOCHASTIC = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL, rounding="stochastic")
-NEAREST_PASSES = 8  # summed before rounding is stochastic
-SUMS = 0x7F4A7C15  # what tells the numbers of a sum from those of the step
+# Rounding to nearest is 2.5 dB better for few micro-batches. It loses an addend below half a gap
+# (1/16 of the sum), such as the tenth of equal addends. Stochastic rounding keeps it on average.
+# Measured by `python -m benchmarks.held_gradients`.
+NEAREST_PASSES = 8
+# Separates the random numbers of gradient sums from the random numbers of the step.
+SUMS = 0x7F4A7C15
 
 
 @dataclass(frozen=True)
 class Fp8Gradient:
-    """codes uint8 [rows, columns], scale uint8 [rows, ceil(columns / 128)]; of a DTensor this rank's part. passes: summed in it."""
+    """Sum of gradients in E4M3; for a DTensor, this rank's part.
+
+    codes   uint8 [rows, columns]
+    scale   uint8 [rows, ceil(columns / 128)], E8M0
+    passes  number of backward passes in the sum
+    """
 
     codes: Tensor
     scale: Tensor
@@ -54,47 +65,54 @@ class Fp8Gradient:
 
     @classmethod
     def of(cls, rows: Tensor, key: int, passes: int) -> Fp8Gradient:
-        """rows [rows, columns], the sum of so many passes; key: of its noise."""
+        """Encode rows [rows, columns], the sum of `passes` passes. key: 32-bit noise key."""
         draws = passes > NEAREST_PASSES
         found = Key((key, noise.mix(key ^ SUMS ^ passes))) if draws else None
         q = quantize(rows, STOCHASTIC if draws else NEAREST, noise=found)
         return cls(E4M3.pack(q.data), E8M0.encode(q.scale), passes)
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[rows, columns]; bfloat16 holds it as well."""
+        """Decode to [rows, columns]. bfloat16 represents all values exactly, like float32."""
         columns = self.codes.shape[1]
         codes = E4M3.unpack(self.codes, columns)
         return dequantize(QTensor(data=codes, scale=E8M0.decode(self.scale), cast=NEAREST, inner=columns), dtype)
 
 
 class HeldGradients:
-    """What `hold_gradients` returns: `remove()` gives the gradients back to the loop. Printing it says what is held.
+    """Handle returned by `hold_gradients`; printing it shows the stored bytes.
 
-    norm  0-d float32, of the gradient of the last step before clipping, as it was held; None before the first
+    `remove()` returns the gradients to the training loop.
+
+        norm  gradient norm of the last step before clipping, from the decoded gradients: 0-d
+              float32, or None before the first step
     """
 
     def __init__(self, optimizer: NarrowOptimizer, clip_norm: float | None) -> None:
         self._optimizer, self._largest = optimizer, clip_norm
         self._held: dict[Tensor, Fp8Gradient] = {}
-        # What noise depends on: seed of the group, number of the parameter.
+        # Inputs of the noise key: (seed of the group, noise number of the parameter).
         self._numbers: dict[Tensor, tuple[int, int]] = {}
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
-        self._is_measured = False  # since the last step
+        # True if `measure` was called since the last step.
+        self._is_measured = False
 
     def take_group(self, place: int) -> list[Tensor]:
-        """The matrices of one group that train: from now on `add` takes their gradients."""
+        """Register and return the trainable matrices of one group."""
         group = self._optimizer.param_groups[place]
         numbers = {parameter: number for parameter, _, number in self._optimizer._numbered()}
         found = [each for each in group["params"] if each.requires_grad and each.ndim > 1 and each.numel() >= SMALLEST]
         for parameter in found:
             self._numbers[parameter] = group["seed"], numbers[parameter]
             if parameter.dtype == torch.float16:
-                parameter.grad_dtype = torch.bfloat16  # float16 has no gradient below 6e-8
+                # float16 gradients would underflow below 6e-8.
+                parameter.grad_dtype = torch.bfloat16
         return found
 
     def hook_group(self, place: int) -> None:
-        """Hooks the matrices of one group that train."""
+        """Register backward hooks on the trainable matrices of one group."""
+        # A strong reference would keep the optimizer alive through hooks that Python's garbage
+        # collector cannot see.
         reference = weakref.ref(self)  # see `step_in_backward`
 
         @torch.no_grad()
@@ -112,13 +130,19 @@ class HeldGradients:
             self._handles.append(parameter.register_post_accumulate_grad_hook(came))
 
     def add(self, parameter: Tensor) -> None:
-        """Takes the gradient away from a parameter, into what is held of it; of those that `take_group` named."""
+        """Add the parameter's gradient to its FP8 sum and set `parameter.grad` to None.
+
+        The parameter must have been registered by `take_group`.
+        """
         gradient = shards.local_gradient(parameter)
         assert gradient is not None
         rows, held = gradient.reshape(shape_of(gradient)), self._held.get(parameter)
         if held is not None:
+            # Added in float32, then encoded once.
             rows = held.decoded() + rows
         state, (seed, number) = self._optimizer.state.get(parameter, {}), self._numbers[parameter]
+        # The key of the noise changes with the step, so repeated steps do not repeat their rounding
+        # errors.
         step = int(state["step"]) if state and holds_numbers(state["step"]) else 0
         key = noise.key(noise.step_key(seed, step), number)
         self._held[parameter] = Fp8Gradient.of(rows, key, 1 if held is None else held.passes + 1)
@@ -126,7 +150,7 @@ class HeldGradients:
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        """The norm of the gradient as it is held, 0-d float32; the next step clips by it."""
+        """Return the norm of the stored gradients, 0-d float32; the next step clips by it."""
         parts = NormInParts()
         for place, (parameter, _, _) in enumerate(self._optimizer._numbered()):
             gradient = self._gradient(parameter)
@@ -137,7 +161,10 @@ class HeldGradients:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps what is held, and scales the gradients that are not; the optimizer steps those afterwards."""
+        """Step the parameters with FP8 gradients, and clip the other gradients.
+
+        The optimizer steps parameters with ordinary gradients afterwards.
+        """
         if self._largest is not None and not self._is_measured:
             self.measure()
         self._is_measured = False
@@ -148,11 +175,12 @@ class HeldGradients:
             if self._largest is not None and self.norm is not None:
                 scale_gradients([parameter], self._largest, self.norm)
             if self._held.pop(parameter, None) is not None:
+                # One tensor at a time: the decoded gradient is freed before the next is decoded.
                 self._optimizer._step([(parameter, group, number)])
                 parameter.grad = None
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        """The whole of a parameter's gradient; of one that is held a decoded copy."""
+        """Return the parameter's full gradient, decoded to a new tensor if it is in FP8."""
         held = self._held.get(parameter)
         if held is None:
             return parameter.grad
@@ -161,12 +189,12 @@ class HeldGradients:
         return shards.wrapped(decoded.view(local.shape), parameter, parameter.shape)
 
     def hold(self, parameter: Tensor) -> None:
-        """`add`, of those that it takes; of others the gradient stays where autograd adds to it."""
+        """Call `add` for a registered parameter. Other gradients stay in `parameter.grad`."""
         if parameter in self._numbers:
             self.add(parameter)
 
     def give_back(self, parameter: Tensor) -> None:
-        """Puts what is held of a parameter, with the gradient of a last pass, where autograd has it."""
+        """Set `parameter.grad` to the decoded sum plus the gradient of a last pass."""
         held = self._held.pop(parameter, None)
         if held is None:
             return
@@ -183,12 +211,12 @@ class HeldGradients:
 
     @property
     def matrices(self) -> int:
-        """How many parameters hold theirs."""
+        """Number of parameters whose gradients are stored in FP8."""
         return len(self._numbers)
 
     @property
     def bytes(self) -> int:
-        """Bytes that gradients take now, held or not."""
+        """Bytes of all gradients now, in FP8 or not."""
         held = sum(each.codes.nbytes + each.scale.nbytes for each in self._held.values())
         plain = [parameter.grad for parameter, _, _ in self._optimizer._numbered() if parameter.grad is not None]
         return held + sum(shards.local(each).nbytes for each in plain)
@@ -199,7 +227,7 @@ class HeldGradients:
 
     @torch.no_grad()
     def remove(self) -> None:
-        """Gives the gradients back to the loop, those that are held now too."""
+        """Return all gradients, including those in FP8 now, to the training loop."""
         for parameter in list(self._held):
             self.give_back(parameter)
         for handle in self._handles:
@@ -210,12 +238,16 @@ class HeldGradients:
 
 
 def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None) -> HeldGradients:
-    """From now on matrices hold their gradients in FP8 until `optimizer.step()`; `parameter.grad` is None. The loop stays as it is.
+    """Store gradients of matrices in FP8 until `optimizer.step()`; the loop does not change.
 
-    clip_norm  the step clips by the norm of what is held. `clip_gradients` and torch's clip_grad_norm_ see vectors alone, so do not clip by
-               them: give it here
-    Several backward passes before a step are summed. `optimizer.zero_grad()` drops what is held; `model.zero_grad()` does not know of it.
-    Raises ConfigError where the optimizer is none of narrowgauge's, steps in backward, or has no matrix of 4,096 elements or more.
+        clip_norm  clips by the norm of the stored gradients. `clip_gradients` and torch's
+                   clip_grad_norm_ see only vectors, so pass the norm here
+
+    `parameter.grad` is None for these matrices. Several backward passes before a step are summed.
+    `optimizer.zero_grad()` drops the sums; `model.zero_grad()` cannot reach them.
+
+    Raises ConfigError if the optimizer is not from narrowgauge or steps in backward, or if no
+    matrix has 4,096 elements.
     """
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(
@@ -251,11 +283,14 @@ def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None
 
 
 def float16_weights(model: nn.Module) -> list[str]:
-    """Turns the weights of a converted model's Linears into float16, in place; returns their names. Before the optimizer is built.
+    """Convert the weights of a converted model's Linears to float16, in place; return their names.
 
-    The Linear casts them to its codes as it does bfloat16, and computes in what its input has. With master="stochastic" they are 2 bytes of
-    11 bits without another copy. Weights that another module shares stay (an embedding's head), and layers without a recipe.
-    Raises ConfigError if there is none, or a weight is beyond 65,504.
+    Call it before the optimizer is built. The Linear casts float16 weights to codes like bfloat16
+    weights, and computes in the dtype of its input. With master="stochastic" they take 2 bytes with
+    11 significant bits, without another copy. Layers without a recipe and weights shared with
+    another module (a tied head) keep their dtype.
+
+    Raises ConfigError if no weight qualifies, or if a weight exceeds 65,504.
     """
     users: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():

@@ -1,25 +1,33 @@
-"""Master weights: how a 16-bit weight keeps the part of an update that 16 bits would lose. Here the definition.
+"""Master weights: storage of the weight bits that 16 bits would lose. Reference definition.
 
-A bfloat16 weight has 8 significant bits: an update below 1/512 of the weight is lost by rounding to nearest.
+A bfloat16 weight has 8 significant bits: rounding to nearest loses an update below 1/512 of the
+weight.
 
-    name             kept beside the weight                      bytes, with a bfloat16 weight   what the optimizer works on
-    fp32             the weight in float32                       6                               exactly float32
-    bf16-remainder   the low 16 bits of the float32 weight       4                               exactly float32, same bits
-    fp16-scaled      float16 and a power-of-two scale per tile   4                               11 bits, rounded stochastically
-    stochastic       nothing                                     2                               8 bits, rounded stochastically; of a
-                                                                                                 float16 weight 11
+    name             kept beside the weight           bytes  precision of the update
+    fp32             the weight in float32            6      exactly float32
+    bf16-remainder   the low 16 bits of the float32   4      exactly float32, same bits
+    fp16-scaled      float16 and a power-of-two       4      11 bits, rounded stochastically
+                     scale per tile
+    stochastic       nothing                          2      8 bits, rounded stochastically;
+                                                             11 for a float16 weight
 
-fp32 and bf16-remainder round their weight to nearest with ties away from zero (not to even), because then the weight and 16 bits
-tell the float32 number without a 17th; the two are equal bit for bit in master and weight. fp16-scaled is the master of FP8-LM
-(arXiv 2310.18313), whose scale is per tensor and whose rounding is to nearest; rounding stochastically keeps small updates on
-average, as does `stochastic` ("Revisiting BFloat16 Training", arXiv 2010.06192). A float16 weight under `stochastic` is a master of
-FP8-LM's bits without its scale, and without another weight beside it: below 2^-14 its steps are 2^-24 = 6e-8, above 65,504 it is
-infinite. A float32 weight is its own master.
+The bytes include a bfloat16 weight.
 
-Tensors of one axis keep a float32 master in the place of a scaled one, whose tiles almost any shard would cut.
+fp32 and bf16-remainder are bit-identical in master and weight. Both round the weight to nearest
+with ties away from zero, not to even.
 
-A weight that was loaded, clipped or swapped since the last step is taken over: if it is no longer the rounding of its master,
-the step starts from the weight. (bf16-remainder adds its 16 bits, less than a unit of the weight.)
+fp16-scaled is the master of FP8-LM (arXiv 2310.18313), which uses one scale per tensor and rounds
+to nearest. Stochastic rounding keeps small updates on average, as `stochastic` does ("Revisiting
+BFloat16 Training", arXiv 2010.06192). A float16 weight under `stochastic` has the bits of FP8-LM's
+master, without a scale and without a second weight. Below 2^-14 its gaps are 2^-24 = 6e-8, and
+above 65,504 it is infinite. A float32 weight is its own master.
+
+Tensors of one axis keep a float32 master instead of a scaled one, because almost any shard would
+cut its tiles.
+
+If a weight was loaded, clipped or swapped since the last step, it no longer equals the rounded
+master. The step then starts from the weight. (bf16-remainder adds its 16 bits, less than a unit of
+the weight.)
 """
 
 from __future__ import annotations
@@ -36,22 +44,28 @@ KINDS: dict[str | None, int] = {None: 0, "fp32": 1, "fp16-scaled": 2, "bf16-rema
 
 
 def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
-    """x float32, rounded stochastically to bfloat16: E[result] = x.
+    """Round x float32 stochastically to bfloat16: E[result] = x.
 
-    bits  int32 of x's shape, uniform in [0, 65536). The 16 dropped mantissa bits plus `bits` carry into the kept ones with
-          probability equal to the dropped fraction. Values that bfloat16 holds stay; NaN and infinity stay.
+    bits  int32 of x's shape, uniform in [0, 65536). The 16 dropped mantissa bits plus `bits`
+          carry into the kept bits with probability equal to the dropped fraction. Values that
+          bfloat16 represents, NaN and infinity do not change.
     """
     carried = ((x.view(torch.int32) + bits) & -65536).view(torch.float32)
     return torch.where(x.isfinite(), carried, x).to(torch.bfloat16)
 
 
 def round_to_float16(x: Tensor, bits: Tensor) -> Tensor:
-    """x float32, rounded stochastically to float16: E[result] = x up to 65,504; above it, and for what is not finite, as `x.half()`.
+    """Round x float32 stochastically to float16: E[result] = x up to 65,504.
 
-    bits  int32 of x's shape, uniform in [0, 65536): 13 of them for the 13 mantissa bits that a normal number drops
+        bits  int32 of x's shape, uniform in [0, 65536). A normal number drops 13 mantissa bits, so
+              13 random bits are used
+
+    Larger and non-finite values convert as `x.half()`.
     """
     size = x.abs()
     normal = ((size.view(torch.int32) + (bits >> 3)) & -8192).view(torch.float32)
+    # Subnormal numbers have equal gaps of 2^-24, so a carry into the mantissa would have the wrong
+    # odds.
     part = size * 2.0**24
     whole = part.floor()
     subnormal = torch.where(noise.uniform(bits) < part - whole, whole + 1.0, whole) * 2.0**-24
@@ -60,10 +74,11 @@ def round_to_float16(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """x [r, t, tile] float32 -> (float16 codes of the same shape, scale [r, t] bfloat16), x ~= codes / 2^15 * scale.
+    """x [r, t, tile] float32 -> (float16 codes, same shape; scale [r, t] bfloat16).
 
-    |x - x'| < 2^-10 |x| above 2^-29 of the scale, below it < 2^-39 of the scale; E[x'] = x.
-    A tile with a number that is not finite has the scale NaN and codes of zeros, as moments have.
+    x ~= codes / 2^15 * scale. |x - x'| < 2^-10 |x| above 2^-29 of the scale, and < 2^-39 of the
+    scale below. E[x'] = x. A tile with a non-finite number gets scale NaN and codes of zero, as for
+    moments.
     """
     scale, inverse, x = moments.scaled(x, moments.POW2_DROPS)
     y = (x.abs() * inverse).clamp(max=1.0) * 2.0**15
@@ -75,42 +90,58 @@ def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    """The inverse of `encode_scaled`, float32, exact."""
+    """Inverse of `encode_scaled`: float32, exact."""
     return codes.to(torch.float32) * 2.0**-15 * scale.to(torch.float32)[..., None]
 
 
 def decode_vector(codes: Tensor, scale: Tensor) -> Tensor:
-    """A scaled master of one axis, as it was kept in form 2 and before: codes [n], scale [1, tiles of 256] -> float32 [n]."""
+    """Decode a scaled master of one axis from form 2 or earlier.
+
+    codes [n], scale [1, tiles of 256] -> float32 [n].
+    """
     tiles = scale.shape[1]
     padded = torch.nn.functional.pad(codes, (0, tiles * 256 - codes.numel()))
     return decode_scaled(padded.view(1, tiles, 256), scale).flatten()[: codes.numel()].view(codes.shape)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 master as the weight that the model sees: float16, or the nearest bfloat16, ties away from zero. NaN stays."""
+    """Round a float32 master to the weight's dtype. NaN stays NaN.
+
+    float16 rounds ties to even, bfloat16 ties away from zero.
+    """
     if dtype != torch.bfloat16:
         return x.to(dtype)
+    # With ties away from zero, the low 16 bits alone restore the float32 number (bf16-remainder).
+    # Ties to even would need a 17th bit.
     carried = ((x.view(torch.int32) + 0x8000) & -65536).view(torch.float32)
     return torch.where(x.isnan(), x, carried).to(torch.bfloat16)
 
 
 def load(kind: Master, weight: Tensor, kept: Tensor | None, scale: Tensor | None) -> Tensor:
-    """All [r, t, tile] (scale [r, t]) -> the float32 weight to work on."""
+    """Return the float32 weight to update.
+
+    Tensors are [r, t, tile], scale is [r, t].
+    """
     wide = weight.to(torch.float32)
     if kept is None:
         return wide
     if kind == "bf16-remainder":
         return (wide.view(torch.int32) + kept.to(torch.int32)).view(torch.float32)
     master = kept if scale is None else decode_scaled(kept, scale)
+    # A difference means that someone wrote the weight since the last step, so the weight wins.
     return torch.where(rounded(master, weight.dtype) == weight, master, wide)
 
 
 def store(
     kind: Master, x: Tensor, dtype: torch.dtype, key: int, index: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x [r, t, tile] float32 -> (weight of dtype, what is kept, its scale)."""
+    """x [r, t, tile] float32 -> (weight of dtype, master or remainder, scale of the master).
+
+    key, index: noise key and element indices for stochastic kinds.
+    """
     if kind is None or dtype == torch.float32:
-        return x, None, None  # 16 bits without a master are refused
+        # A 16-bit weight without a master never gets here: `param_groups.refuse` rejects it.
+        return x, None, None
     if kind == "stochastic":
         round_to = round_to_bfloat16 if dtype == torch.bfloat16 else round_to_float16
         return round_to(x, noise.bits(key, index)), None, None

@@ -1,4 +1,7 @@
-"""AdamW, Lion and SGD with momentum on states of 32, 16, 8 and 4 bits. rules.py has the equations, moments.py the formats."""
+"""AdamW, Lion and SGD with momentum, with states of 32, 16, 8 or 4 bits.
+
+rules.py contains the equations, moments.py the formats.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,29 @@ from narrowgauge.optim import rules
 from narrowgauge.optim.base import Backend, NarrowOptimizer
 from narrowgauge.optim.masters import Master
 
-StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str  # a pair "first/second" too, see states.py
+# Pairs "first/second" are valid too, see states.py.
+StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str
 Embeddings = Literal["fp32", "same"]
 
 
 class AdamW(NarrowOptimizer):
     """AdamW (decoupled weight decay, arXiv 1711.05101).
 
-    params      parameters, named parameters, groups, or a model (then `groups(model)`). A group may have its own `states`, and its own
-                `rule` ("lion", or a `rules.Rule`) with that rule's options
-    states      bytes per parameter of both moments: fp32 8, 8bit 2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03. Or one format for each
-                moment, as "8bit/fp16": see states.py
-    master      for 16-bit weights, see masters.py; None if all are float32 (else ConfigError)
-    embeddings  "fp32": parameters whose name is that of an embedding keep float32 states (their rows are rarely seen, and
-                then move far); "same" treats them as any other. Names are known from a model or named parameters only.
-    seed        of all stochastic rounding
-    backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": step.cpp, on the CPU; "torch": plain torch in
-                chunks; all compute the same numbers. "auto": the first of them that can, and a warning where that is torch
+    params      parameters, named parameters, groups, or a model (then `groups(model)`). A group
+                may set its own `states`, and its own `rule` ("lion" or a `rules.Rule`) with
+                that rule's options
+    states      format of both moments, with the bytes per parameter: fp32 8, 8bit 2.02, fp8
+                2.05, fp8-lm 3.02, 4bit 1.03. A pair such as "8bit/fp16" sets each moment, see
+                states.py
+    master      master weights of 16-bit parameters, see masters.py; None if all parameters are
+                float32 (else ConfigError)
+    embeddings  "fp32": parameters with the name of an embedding keep float32 states, because
+                their rows have rare gradients and then move far; "same" treats them as any
+                other. Names are known only from a model or named parameters
+    seed        seed of all stochastic rounding
+    backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": step.cpp, on
+                the CPU; "torch": plain torch in chunks. All compute the same numbers. "auto":
+                the first available backend, with a warning if it is plain torch
     """
 
     rule = rules.ADAMW
@@ -48,7 +57,10 @@ class AdamW(NarrowOptimizer):
 
 
 class Lion(NarrowOptimizer):
-    """Lion (arXiv 2302.06675): the sign of an interpolated momentum. One moment; see AdamW for the options."""
+    """Lion (arXiv 2302.06675): steps by the sign of an interpolated momentum.
+
+    It keeps one moment. See AdamW for the options.
+    """
 
     rule = rules.LION
 
@@ -70,7 +82,7 @@ class Lion(NarrowOptimizer):
 
 
 class SGD(NarrowOptimizer):
-    """SGD with momentum, coupled weight decay and torch's Nesterov form. See AdamW for the options."""
+    """SGD with momentum, coupled weight decay and torch's Nesterov form. Options: see AdamW."""
 
     rule = rules.SGD
 

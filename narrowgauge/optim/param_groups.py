@@ -1,6 +1,7 @@
-"""Parameter groups: those of a model, their options and what is refused of them, and how each parameter is kept.
+"""Parameter groups: groups of a model, checks of their options, and the format of each parameter.
 
-Torch takes whatever a group says, and a step finds out; here it is refused when the group comes.
+torch accepts any option in a group, and errors appear in the step. Here options are checked when a
+group is added.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
-CUT = "shards cut its tiles"  # why states stay wide
-SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
+# Value of `kept_as` for a parameter whose states stay float32 for this reason.
+CUT = "shards cut its tiles"
+# Elements. Below, a quantized state saves too little for its error (the bound of bitsandbytes and
+# torchao).
+SMALLEST = 4096
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 _OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
 _KNOWN = _OF_RULES | {"params", "lr", "weight_decay"}
@@ -37,11 +41,12 @@ _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
 def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: str = "fp32") -> list[dict[str, Any]]:
-    """Trainable parameters as groups for an optimizer, named, each once (tied weights too).
+    """Return the trainable parameters of a model as named groups. A tied weight appears once.
 
-    weight_decay  if given: that of matrices; tensors of one axis (norms, biases) get 0 and a group of their own
-    embeddings    "fp32": weights of an nn.Embedding, also where a head is tied to one, go into groups with states="fp32";
-                  "same": they stay with the others
+    weight_decay  weight decay of matrices, if given; tensors of one axis (norms, biases) get 0
+                  and their own group
+    embeddings    "fp32": weights of an nn.Embedding, also if a head is tied to the weight, go
+                  into groups with states="fp32"; "same": they stay with the others
     """
     require_module(model, "groups")
     _check_embeddings("groups", embeddings)
@@ -57,7 +62,8 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
         group: dict[str, Any] = {"params": named}
         if is_embedding:
             group |= {"states": "fp32", "why": "embedding"}
-        else:  # what a model's modules say counts more than what names look like
+        # Module types are known here, so the name pattern must not be applied as well.
+        else:
             group |= {"embeddings": "same"}
         if weight_decay is not None:
             group["weight_decay"] = 0.0 if is_vector else weight_decay
@@ -66,18 +72,23 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
 
 
 def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides about the form of a state."""
+    """Options of a group that decide the format of a state."""
     return group["states"], group["master"], group["embeddings"], group.get("rule")
 
 
 def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: rules.Rule) -> None:
-    """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
+    """Raise ConfigError for an invalid number or option in a group. torch ignores both.
+
+    kind   class name of the optimizer, for messages
+    known  options that the group may contain
+    """
     for name in ("lr", "weight_decay", "eps"):
         if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
             raise OptionError(
                 f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.",
                 code="optim.not-negative",
             )
+    # isinstance would accept True.
     if type(group["seed"]) is not int:
         raise OptionError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.", code="optim.seed")
     for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
@@ -93,7 +104,8 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
             code="optim.nesterov",
         )
     states.refuse(kind, group["states"], len(rule.moments))
-    if group["master"] not in list(masters.KINDS):  # by equality: a group may name what has no hash
+    # `in` on a list compares by equality: a group may contain an unhashable value.
+    if group["master"] not in list(masters.KINDS):
         given = [str(each) for each in masters.KINDS if each is not None]
         near = closest(str(group["master"]), given) or ", ".join(map(repr, given))
         raise OptionError(f"{kind}: no master {group['master']!r}. Closest: {near}.", code="optim.master")
@@ -121,37 +133,39 @@ def _check_embeddings(kind: str, embeddings: object) -> None:
 
 @cache
 def _words_of_torch() -> frozenset[str]:
-    """Every option of every optimizer in torch.optim."""
+    """Option names of all optimizers in torch.optim."""
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
     found = (inspect.signature(each).parameters for each in kinds if issubclass(each, torch.optim.Optimizer))
     return frozenset(name for parameters in found for name in parameters)
 
 
 def refuse_word(name: object, value: object) -> str:
-    """Why a group may not have this option of torch.optim with this value, or ''.
+    """Reason why a group may not contain this option of torch.optim, or ''.
 
-    Options that narrowgauge.optim has are checked elsewhere. A value that asks for nothing (False, None, 0) is taken, since groups
-    that torch saved name all of its options; words that are no option of torch.optim are the caller's labels.
+    Options of narrowgauge.optim are checked elsewhere. A value that disables the option (False,
+    None, 0) is accepted, because groups saved by torch contain all of its options. Names unknown to
+    torch.optim are labels of the caller.
     """
     if name in _KNOWN or name not in _words_of_torch():
         return ""
     if value is None or (isinstance(value, bool | int | float) and not value):
         return ""
     if name == "decoupled_weight_decay":
-        return ""  # of AdamW it is
+        # AdamW's decay is decoupled.
+        return ""
     hint = _INSTEAD.get(str(name), "Leave it out, or take the optimizer of torch.optim that has it.")
     return f"an option of torch.optim that narrowgauge.optim does not compute. {hint}"
 
 
 def _is_number(value: object) -> bool:
-    """A learning rate may be a tensor, as torch's schedulers allow."""
+    """Accept a 0-d tensor too: torch's schedulers allow a tensor as learning rate."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def refuse(parameter: Tensor, master: str | None) -> str:
-    """Why a parameter cannot be trained with this master, or ''."""
+    """Reason why a parameter cannot be trained with this master, or ''."""
     if _overlaps(shards.local(parameter)):
         return "some of its elements share memory, as those of expand() do. Give each its own: nn.Parameter(x.contiguous())."
     if parameter.dtype == torch.float32:
@@ -174,7 +188,10 @@ def refuse(parameter: Tensor, master: str | None) -> str:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether elements share memory: an axis steps by less than what those of smaller strides span."""
+    """Return True if elements share memory.
+
+    They do if the stride of an axis is smaller than the span of the axes with smaller strides.
+    """
     span = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride < span:
@@ -184,7 +201,10 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
-    """(the states that a parameter gets, the rule that says so); by the shape of the whole, however it is sharded."""
+    """Return (states of a parameter, reason for them).
+
+    The shape of the whole parameter decides, so all shardings get the same format.
+    """
     asked = group["states"]
     if states.named(asked) == states.named("fp32"):
         return "fp32", group.get("why", "asked for")
@@ -193,6 +213,7 @@ def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
     if parameter.numel() < SMALLEST:
         return "fp32", f"fewer than {SMALLEST} elements"
     tile = states.named(asked).tile
+    # Each row has scales of its own, so short rows pay two bytes for a few elements.
     if shape_of(parameter)[1] < tile // 8:
         return "fp32", "rows too short for a tile"
     if group["embeddings"] == "fp32" and "param_names" in group:
@@ -205,9 +226,10 @@ def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def master_of(parameter: Tensor, group: Mapping[str, Any], tile: int) -> masters.Master:
-    """The master that a parameter gets beside its states: a scaled one, whose tiles a shard would cut, is float32.
+    """Return the master of a parameter.
 
-    So are those of tensors of one axis, sharded or not: any shard could cut their tiles, and one process keeps what many do.
+    A scaled master becomes float32 if a shard would cut its tiles. So does the scaled master of
+    every tensor of one axis: any shard could cut it, and one process must store the same format.
     """
     asked: masters.Master = group["master"]
     if asked == "fp16-scaled" and (parameter.ndim < 2 or not shards.fits(parameter, tile)):
@@ -216,7 +238,10 @@ def master_of(parameter: Tensor, group: Mapping[str, Any], tile: int) -> masters
 
 
 def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
-    """Warns, on the first rank of their mesh, of parameters whose states stay wide because shards of their columns cut tiles."""
+    """Warn of parameters that keep float32 states because column shards cut tiles.
+
+    Only the first rank of their mesh warns.
+    """
     found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
     if found and not any(found[0].device_mesh.get_coordinate() or ()):
         tile = states.named(group["states"]).tile

@@ -1,13 +1,17 @@
-"""Weights that the optimizer's step casts as well, so that no forward pass reads them to do so.
+"""Low-precision casts of weights, written by the optimizer step and read by the next forward.
 
-    casts = optimizer.cast_weights(model)       once; the trainer does it where it helps
-    print(casts)                                each QLinear: what the step leaves for it, or why nothing
+    casts = optimizer.cast_weights(model)       once; the trainer calls it if it helps
+    print(casts)                                for each QLinear: the cast that the step writes, or
+    the reason against it
 
-What is left, for which casts, and what keeps an old one from being used: `ops.quantize.precast_weight`. It is Triton's step that
-does it, on NVIDIA GPUs, and eager forward passes that take it up: compiled ones fuse the cast with what is around it, CUDA graphs
-make it in a graph of their own (`GraphedStep`). Losses and weights are to the bit those without.
+Forward then need not read the weights to cast them. `ops.quantize.precast_weight` describes the
+casts, and when a stale cast is rejected. Only the Triton step on NVIDIA GPUs writes them, and only
+eager forward passes read them. Compiled passes fuse the cast with surrounding operations, and CUDA
+graphs have a graph of their own for it (`GraphedStep`). Losses and weights are bit-identical with
+and without.
 
-The layer is asked anew at every step: another recipe, another place in memory, a window that was made anew are followed.
+Each step examines the layer again, so a new recipe, a moved weight, or a new amax window takes
+effect.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight, refuse_here
 
 @dataclass(eq=False)
 class _Link:
-    """One layer, and what the step leaves for it.
+    """One layer and the cast that the step writes for it.
 
-    fixed    why nothing, whatever becomes of the layer, a clause, or ''
-    reason   why nothing as it is now
-    made_of  what `stepped` and `reason` were decided by; held, for identity is what is compared
+    fixed    permanent reason against a cast (a clause), or ''
+    reason   present reason against a cast, or ''
+    stepped  buffers of the cast, or None
+    made_of  inputs of the last decision; held, because they are compared by identity
     """
 
     name: str
@@ -42,13 +47,14 @@ class _Link:
 
     def now(self, parameter: Tensor) -> PrecastWeight | None:
         layer = self.layer
-        if not isinstance(layer, QLinear):  # since `convert(model, None)`
+        # `convert(model, None)` has turned the layer back into a Linear.
+        if not isinstance(layer, QLinear):
             self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
             return None
         window = layer.window("w")
         memory = () if window is None else (identity(window.live), identity(window.history))
         own = layer._parameters.get("weight") is parameter
-        # Recipe and window by identity, for as long as they are held: recipes are equal to others, and comparing them takes long.
+        # Compared by identity while `made_of` holds them: equality of recipes is slow to compute.
         made_of = (id(layer.recipe), id(window), own, identity(parameter), parameter.dtype, parameter.device, *memory)
         if made_of != self.made_of[2:] or layer.precast is not self.stepped:
             self.made_of, self.reason, self.stepped = (layer.recipe, window, *made_of), self.fixed, None
@@ -82,7 +88,10 @@ class _Link:
 
 
 class WeightCasts(Mapping[str, str]):
-    """Name of a QLinear -> what the step leaves of its weight's cast, or why nothing, in words; print it. See the module."""
+    """Mapping from the name of a QLinear to a description of its cast; printable.
+
+    If the step writes no cast, the description is the reason.
+    """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         known = set(parameters)
@@ -108,18 +117,21 @@ class WeightCasts(Mapping[str, str]):
                 link.now(weight)
 
     def of(self, parameter: Tensor) -> PrecastWeight | None:
-        """Where the next step of the parameter leaves its cast, as its layer is now."""
+        """Return the buffers for the cast of the parameter's next step, or None.
+
+        The present state of the layer decides.
+        """
         link = self._by_parameter.get(parameter)
         return None if link is None else link.now(parameter)
 
     def release(self) -> None:
-        """The layers cast their weights themselves again."""
+        """Let all layers cast their weights in forward again."""
         for link in self._links.values():
             if isinstance(link.layer, QLinear) and link.layer.precast is link.stepped:
                 link.layer.precast = None
 
     def summary(self) -> list[str]:
-        """A line for each thing that is left, or reason for nothing, with the number of layers."""
+        """One line for each kind of cast or reason, with the number of layers."""
         counts: dict[str, int] = {}
         for link in self._links.values():
             words = link.words(counts=False)

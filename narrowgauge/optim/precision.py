@@ -1,12 +1,17 @@
-"""The precision ladder: in which type weights are kept, activations computed, and updates made. `table` prints it, for docs/recipes.md.
+"""Precisions of a training run: dtypes of weights, activations and updates.
 
-Every precision combines with every recipe: the recipe decides the operands of the Linears, the precision all else. "O1", "O2" and "O3"
-are Apex's names (nvidia.github.io/apex/amp.html), which Colossal-AI took over. There O2, "almost FP16", casts the weights of all modules
-but batch norms, embeddings too, and keeps float32 master weights; O3 casts all and keeps none. Transformers have other norms in the
-place of batch norms: those are kept here, and attention's softmax. O3 rounds its updates stochastically, or 16 bits would lose them.
-FP8 training in Colossal-AI is O1 over O2: `bf16-o2` with an fp8 recipe.
+Every precision combines with every recipe. The recipe casts the operands of the Linears, the
+precision decides everything else. `table` prints the list for docs/recipes.md.
 
-What is kept in float32 can be named (`to_16_bits`): kinds and patterns, see `nn.float32_modules`.
+"O1", "O2" and "O3" are names from Apex (nvidia.github.io/apex/amp.html), also used in Colossal-AI.
+Apex's O2, "almost FP16", casts the weights of all modules except batch norms, embeddings too, and
+keeps float32 master weights. O3 casts all and keeps none. Transformers have other norms than batch
+norms, so all norms and attention's softmax stay in float32 here. O3 here rounds updates
+stochastically, because 16 bits would lose them. FP8 training in Colossal-AI is O1 over O2:
+`bf16-o2` with an fp8 recipe.
+
+Users can name the modules that stay in float32, by kinds and patterns (`to_16_bits`), see
+`nn.float32_modules`.
 """
 
 from __future__ import annotations
@@ -26,11 +31,13 @@ from narrowgauge.nn.float32_modules import NORMS, SOFTMAX, to_16_bits
 class Precision:
     """One precision.
 
-    weights       dtype that the model's parameters are kept in
+    weights       dtype of the model's parameters
     autocast      dtype for `torch.autocast`, or None for none
-    update        "plain", "master" (float32 copies) or "stochastic" (rounded so, without a copy); see `optim.masters`
-    scales_loss   whether a GradScaler keeps float16 gradients from underflowing
-    keeps         what of a 16-bit model keeps float32 weights and arithmetic, see `nn.float32_modules`
+    update        "plain", "master" (float32 copies) or "stochastic" (stochastic rounding
+                  without a copy); see `optim.masters`
+    scales_loss   True if a GradScaler protects float16 gradients from underflow
+    keeps         modules of a 16-bit model with float32 weights and arithmetic, see
+                  `nn.float32_modules`
     """
 
     name: str
@@ -57,15 +64,16 @@ class Precision:
         return 2 * self.weights.itemsize + (4 if self.update == "master" else 0) + 8
 
     def keep_list(self, named: str = "") -> tuple[str, ...]:
-        """The entries of `named`, with commas; '' those of the precision; "none" none."""
+        """Parse `named`, comma-separated; '' gives the precision's list, "none" an empty one."""
         if not named:
             return self.keeps
         return () if named == "none" else tuple(entry.strip() for entry in named.split(","))
 
     def prepare(self, model: nn.Module, named: str = "") -> tuple[str, ...]:
-        """Gives the weights of `model` their type, in place; the names of the modules that stay in float32. Before `convert`.
+        """Cast the weights of `model`, in place; return the names of modules that stay in float32.
 
-        named  as `keep_list` takes it. Raises ConfigError for an entry that names nothing
+        Call it before `convert`. named: as in `keep_list`. Raises ConfigError for an entry that
+        matches nothing.
         """
         return () if self.weights == torch.float32 else to_16_bits(model, self.weights, self.keep_list(named))
 
@@ -83,7 +91,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def get(name: str) -> Precision:
-    """The precision called `name`. Raises ConfigError with the closest names."""
+    """Return the precision called `name`. Raises ConfigError with the closest names."""
     if name not in PRECISIONS:
         near = closest(name, PRECISIONS) or ", ".join(PRECISIONS)
         raise ConfigError(f"precision.get: no precision {name!r}. Closest: {near}.", code="precision.unknown")
@@ -98,7 +106,7 @@ UPDATES = {
 
 
 def table() -> str:
-    """The ladder in Markdown."""
+    """Table of all precisions in Markdown."""
     header = ("`--precision`", "weights", "kept in float32", "activations", "update", "bytes per parameter with AdamW")
     rows = [header, ("---",) * len(header)]
     for each in PRECISIONS.values():

@@ -1,35 +1,46 @@
-"""The update rules: objects that say which moments a rule keeps, its numbers of a step, and the step of float32 tensors.
+"""Update rules: their moments, the scalars of a step, and the update of float32 tensors.
 
-    AdamW (arXiv 1711.05101)   m <- m + (1 - b1)(g - m);  v <- b2 v + (1 - b2) g^2
-                               w <- (1 - lr wd) w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
-    Lion (arXiv 2302.06675)    c = m + (1 - b1)(g - m);  w <- (1 - lr wd) w - lr sign(c);  m <- m + (1 - b2)(g - m)
-    SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d;  w <- w - lr (d + mu m if nesterov else m)
+    AdamW, arXiv 1711.05101    m <- m + (1 - b1)(g - m);  v <- b2 v + (1 - b2) g^2
+        w <- (1 - lr wd) w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    Lion, arXiv 2302.06675     c = m + (1 - b1)(g - m)
+        w <- (1 - lr wd) w - lr sign(c);  m <- m + (1 - b2)(g - m)
+    SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d
+        w <- w - lr (d + mu m if nesterov else m)
 
-A narrow first moment m' = Q(m) is off by its rounding error, and with rounding to nearest the errors of many steps add up: where
-a step changes m by less than half a gap, m stands still. What a change of m by one unit moves the weight over all later steps is
-known, up to later changes of v, so the step takes it back from the weight at once:
+Error feedback. A quantized first moment m' = Q(m) has a rounding error. With rounding to nearest,
+the errors of many steps add up: m stands still if a step changes it by less than half a gap. A
+change of m by one unit moves the weight by a known distance over all later steps, up to later
+changes of v. The step subtracts this distance from the weight at once:
 
-    w <- w + (m - m') lag          AdamW: lag = -lr_t / (sqrt(v) c_t + eps) K_t,    K_t = sum_{j > 0} b1^j (1 - b1^t) / (1 - b1^(t + j))
-                                   SGD:   lag = -lr mu / (1 - mu), with Nesterov mu times as much
+    w <- w + (m - m') lag
 
-Where gradients have stopped, v decays as well, and K_t has b1 / sqrt(b2) in the place of b1. The errors then add up to a bounded
-sum, and a moment below all codes leaves Adam without momentum instead of a weight that stands still. It is error feedback (as in
-1-bit SGD and arXiv 1901.09847), kept in the weight in the place of a buffer.
+    AdamW   lag = -lr_t / (sqrt(v) c_t + eps) K_t
+            K_t = sum_{j > 0} b1^j (1 - b1^t) / (1 - b1^(t + j))
+    SGD     lag = -lr mu / (1 - mu), with Nesterov mu times as much
 
-With narrow states m is held to what the rule of AdamW can reach. By Cauchy-Schwarz, over the gradients of steps 1 ... t,
+If gradients have stopped, v decays too, and K_t contains b1 / sqrt(b2) instead of b1. The errors
+then add up to a bounded sum. A moment below all codes leaves Adam without momentum, but the weight
+still moves. The method is error feedback (1-bit SGD, arXiv 1901.09847) with the error kept in the
+weight instead of a buffer.
+
+Bound of m. With quantized states, m is clamped to the range that AdamW can reach. By
+Cauchy-Schwarz, over the gradients of steps 1 ... t,
 
     m_t^2 <= B_t^2 v_t    with    B_t^2 = (1 - b1)^2 / (1 - b2) sum_{i < t} (b1^2 / b2)^i
 
-(1.17 at b1 = 0.9, b2 = 0.95 and 7.3 at b2 = 0.999 for large t; it grows without end where b1^2 >= b2). A larger |m| beside sqrt(v) is the
-error of their codes: m becomes B_t sqrt(v), so that no step is larger than a gradient could make it. An exact m is never changed,
-whatever eps and weight decay are; betas that change during a run give the bound of the present ones.
+(1.17 at b1 = 0.9, b2 = 0.95 and 7.3 at b2 = 0.999 for large t; without limit if b1^2 >= b2). A
+larger |m| / sqrt(v) is a quantization error: m becomes B_t sqrt(v), so no step is larger than
+gradients could make it. An exact m never changes, for any eps and weight decay. If betas change
+during a run, the bound uses the present ones.
 
-A rule is chosen by the optimizer, or by a parameter group (`rule=`), so that one optimizer may step matrices by one rule and vectors by
-another. Every format of states and every master works with every rule: what is here is the definition, and plain torch computes it. The
-kernels in C++ and Triton know the rules of BUILT_IN, and refuse any other with that reason.
+A rule belongs to the optimizer or to a parameter group (`rule=`), so one optimizer can step
+matrices and vectors by different rules. Every rule works with all state formats and masters. This
+file is the definition, which plain torch computes. The kernels in C++ and Triton implement the
+rules of BUILT_IN and refuse others.
 
-Scalars are computed in double precision and rounded once to float32. The order of operations is torch's, except that the
-square root of v is multiplied by the reciprocal of its correction: half a unit in the last place of the denominator.
+Scalars are computed in double precision and rounded once to float32. The order of operations is
+torch's, except that sqrt(v) is multiplied by the reciprocal of its correction: half a unit in the
+last place of the denominator.
 """
 
 from __future__ import annotations
@@ -46,20 +57,23 @@ from torch import Tensor
 from narrowgauge.errors import OptionError, closest
 from narrowgauge.optim.moments import square_root
 
+# Terms of K_t that are summed exactly; the rest is a geometric series.
 LAG_TERMS = 128
-SLACK, MOST = 1 + 2.0**-8, 2.0**120  # of a bound: roundings of m and v; what float32 holds beside a root
+# Factor of the bound for rounding errors of m and v, and the largest bound that float32 can
+# multiply by a root.
+SLACK, MOST = 1 + 2.0**-8, 2.0**120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the rules of BUILT_IN multiply by; step.cpp and the Triton kernel take the same numbers.
+    """Scalars of one step for the rules of BUILT_IN, shared with step.cpp and the Triton kernel.
 
     decay          1 - lr wd; the coupled weight decay in SGD
     step_size      negative
     correction     1 / sqrt(1 - beta2^t)
     bound          B_t, see the module
-    lag            K_t; of SGD the whole factor of the weight
-    lag_of_decay   K_t where v decays, too
+    lag            K_t; for SGD the whole factor of the weight
+    lag_of_decay   K_t if v decays too
     """
 
     beta1: float = 0.0
@@ -83,16 +97,18 @@ Updated = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, 
 class Rule:
     """An update rule.
 
-    name         what a group and a saved state call it
+    name         name in groups and saved states
     moments      names of the state tensors, at most two
-    constants    (group, step) -> the numbers of a step, which counts from 1
-    update       (weight, gradient, first moment, second moment, constants, holds) -> (weight, first, second, where the first only
-                 decays), all float32 and of one shape; and, fifth, the lag of the module's equation, where the weight is to be
-                 corrected by it. holds: whether one of two moments is narrow, so that the first is held. A moment that the rule
-                 does not keep is zeros, and what is returned for it is dropped
-    draws_first  rounds the first moment stochastically, whatever only decays
-    granularity  "element": update is called with any cut of a tensor; "matrix": with the whole one, [rows, columns]
-    options      of a group, beside lr and weight_decay, with what they are by default
+    constants    (group, step) -> scalars of a step; steps count from 1
+    update       (weight, gradient, first moment, second moment, constants, holds) -> (weight,
+                 first, second, decays[, lag]), all float32 of one shape. decays: True where the
+                 first moment only decays. lag: see the module, only if the weight is to be
+                 corrected. holds: True if a moment is quantized, so m is clamped. A
+                 moment that the rule does not keep is zeros, and its result is ignored
+    draws_first  round the first moment stochastically, regardless of `decays`
+    granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
+                 tensor, [rows, columns]
+    options      options of a group beside lr and weight_decay, with their defaults
     """
 
     name: str
@@ -105,34 +121,48 @@ class Rule:
 
 
 def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
-    """Where a gradient is small beside the moment that it comes to, |g| <= |m| / 4, so that m may not stand still.
+    """Return True where the gradient is small beside the moment, |g| <= |m| / 4.
 
-    share: of a step's gradient in a moment that has settled; 1 for an average of gradients, 1 - momentum for a sum of them.
-    A moment that stands still while v decays would walk back, at the later v, more than the lag took at the earlier one.
+        share  share of one gradient in a settled moment: 1 for an average of gradients, 1 -
+               momentum for a sum
+
+    Such moments are rounded toward zero. If m stood still while v decays, the later steps would
+    move the weight back by more than the lag subtracted at the earlier v.
     """
+    # Tried and lost: a limit of |m| / 16 let moments stand still while v decayed, and weights
+    # walked 5 times too far. Stochastic rounding of decaying moments is unbiased, but 1 of 4,096
+    # weights survives 90 steps at a code.
     return g.abs() * 4.0 <= m.abs() * share
 
 
 def bound(beta1: float, beta2: float, step: int) -> float:
-    """B_t with SLACK for roundings, at most MOST: the largest |m| / sqrt(v) of AdamW after so many steps."""
+    """B_t, the largest |m| / sqrt(v) of AdamW after `step` steps, at most MOST.
+
+    SLACK covers the rounding errors of m and v.
+    """
     if beta1 == 0 or step == 1:
         total = 1.0
     elif beta2 == 0:
         return MOST
     else:
         ratio = beta1**2 / beta2
-        powers = math.expm1(min(step * math.log(ratio), 300.0))  # ratio^step - 1, no larger than MOST needs
+        # ratio^step - 1 without cancellation; the exponent is limited to what MOST needs.
+        powers = math.expm1(min(step * math.log(ratio), 300.0))
+        # B_t of this step, not its limit for large t: at t = 1 the limit would allow 2.3 steps in
+        # one.
         total = float(step) if ratio == 1 else powers / (ratio - 1)
     return min((1 - beta1) * math.sqrt(total / (1 - beta2)) * SLACK, MOST)
 
 
 @lru_cache(maxsize=64)
 def lags(beta1: float, beta2: float, step: int) -> tuple[float, float]:
-    """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms of the sums, and the rest as that of a geometric series.
+    """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms and a geometric series for the rest.
 
-    Where b1^2 >= b2 the second sum has no limit, and is the first.
+    If b1^2 >= b2, the second sum diverges, and the first is used instead.
     """
+    # A constant v in place of a decaying one would leave a quarter of the error.
     ratio = beta1 / math.sqrt(beta2) if beta1**2 < beta2 else 1.0
+    # The sums contain the bias corrections: without them the first steps were 50 lr wrong.
     power, power2 = beta1**step, beta2**step
     now, now2, falls, falls_both = 1 - power, math.sqrt(1 - power2), 1.0, 1.0
     total = total_of_decay = 0.0
@@ -166,14 +196,20 @@ def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
     decays = only_decays(g, m)
     m = m + (g - m) * c.one_minus_beta1
+    # This order of products is torch's addcmul; another order changes the last bit.
     v = v * c.beta2 + g * c.one_minus_beta2 * g
+    # Not torch.sqrt, which is not correctly rounded on a CPU; the kernels must match bit for bit.
     root = square_root(v)
     if not holds:
         return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
     limit = root * c.bound
-    held = m.abs() > limit  # neither of a NaN
+    # A NaN in m or v compares as False, so it is not clamped and stays visible.
+    held = m.abs() > limit
+    # Clamps m itself. Clamping only the update was tried: m then stayed at its code and walked at
+    # the bound for ever.
     m = torch.where(held, torch.copysign(limit, m), m)
-    # Not a number over a tensor, which torch computes as a product with the reciprocal.
+    # torch computes `number / tensor` as number * reciprocal(tensor), which rounds twice. A
+    # quotient of two tensors is rounded once, as in the kernels.
     rate = torch.full_like(root, c.step_size) / (root * c.correction + c.eps)
     lag = rate * torch.where(decays, torch.full_like(root, c.lag_of_decay), c.lag)
     return w * c.decay + m * rate, m, v, decays | held, lag
@@ -200,9 +236,12 @@ def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+    # SGD's m is a sum of gradients, so a settled m is 1 / (1 - mu) gradients. Without the factor,
+    # 4-bit tiles grow without end (weights walked 36 times too far).
     decays = only_decays(g, m, c.one_minus_beta1)
     d = g + w * c.decay
     m = m * c.beta1 + d
+    # lag is constant for SGD: its rate does not depend on v.
     return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays, torch.full_like(w, c.lag)
 
 
@@ -218,23 +257,28 @@ SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
     options={"momentum": 0.9, "nesterov": False},
 )  # fmt: skip
-BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}  # in the order of their numbers in the kernels
+# The order is the order of rule numbers in the kernels.
+BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}
 
 
 def refuse(rule: Rule) -> str:
-    """Why a kernel cannot compute the rule, or ''."""
+    """Reason why the kernels cannot compute the rule, or ''."""
     return "" if BUILT_IN.get(rule.name) is rule else f"knows no rule {rule.name!r}, only {', '.join(BUILT_IN)}"
 
 
 def number(rule: Rule) -> int:
-    """The number of a built-in rule in the kernels."""
+    """Number of a built-in rule in the kernels."""
     return list(BUILT_IN).index(rule.name)
 
 
 def get(name: str, known: Mapping[str, Rule]) -> Rule:
-    """The rule of that name among `known` and those of BUILT_IN. Raises ConfigError with the closest names."""
+    """Return the rule called `name` from `known` or BUILT_IN.
+
+    Raises ConfigError with the closest names.
+    """
     rules = {**BUILT_IN, **known}
-    if name not in list(rules):  # by equality: a group may name what has no hash
+    # `in` on a list compares by equality: a group may contain an unhashable value.
+    if name not in list(rules):
         near = closest(str(name), rules) or ", ".join(map(repr, rules))
         raise OptionError(
             f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.",

@@ -1,18 +1,23 @@
-"""The optimizer's Triton kernel is checked on a device before it steps there: the definition's bits, on two small tensors.
+"""Self-check of the optimizer's Triton kernel before its first step on a device.
 
-    5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
-    short tile, and two lines of the table; the second is a shard of a larger tensor
+The kernel must be bit-identical to the definition on two small tensors. The first has 5 rows of two
+tiles and 48 elements (53 if row lengths are not multiples of 16). The second has 3 rows of one
+tile. They cover several programs, a short tile, and two lines of the table. The second tensor is a
+shard of a larger one.
 
-Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
-that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay). After each step weights,
-masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a square root or a
-quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
+Three steps start from the same weights and gradients, over nine decades. The gradients contain a
+row of zeros, subnormal numbers and constant columns (to clamp first moments). From the second step
+on they contain a NaN and columns of zeros (so that moments only decay). After each step, weights,
+masters, codes, scales and expansions must equal plain torch on the CPU. A wrong random number, a
+square root or quotient off by a bit, a swapped scale, or a wrong rounding direction shows in a
+single element.
 
-Where the step leaves the weight's cast as well, its largest magnitude and codes are compared too, of 35 (48) rows and of 9 (16): more
-than a band of programs, and less than a program; and so are the codes under a scale that a NaN will make NaN.
+If the step also writes the cast of the weight, its amax and codes are compared. The tensors then
+have 35 (48) and 9 (16) rows: more than a band of programs, and less than a program. The codes under
+a NaN scale are compared too.
 
-Once per process, device, and `Kind` of a tensor's step: about ten milliseconds of a processor, the compilation
-that the step needs anyway, and a wait for the device.
+Runs once per process, device and `Kind`. Cost: about ten milliseconds of CPU time, a compilation
+that the step needs anyway, and one sync.
 """
 
 from __future__ import annotations
@@ -43,10 +48,13 @@ Run = Callable[[Sequence[ParamStep], dict[Any, Any]], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is made for: everything about a step but its numbers and sizes. See `step.ParamStep`.
+    """Compile-time facts of one parameter's step; numbers and sizes are not part of the kind.
 
-    cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
-    shift          elements before the first one that share its block of random numbers
+        cast           cast that the step also writes, or None
+        turns_aligned  True if codes of w.T can be stored 16 bytes at a time
+        shift          elements of the first random block (16 elements) that lie before the shard
+
+    See `step.ParamStep` for the other fields.
     """
 
     rule: Rule
@@ -64,7 +72,7 @@ class Kind:
 
 
 def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comparison]:
-    """All that steps leave, beside the definition's, after each of them."""
+    """Yield comparisons of all tensors that a step writes, after each step, with the definition."""
     [kind] = kinds
     expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
     for step in range(1, STEPS + 1):
@@ -94,15 +102,21 @@ def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
         stepped = None if kind.cast is None else _stepped(weight, kind.cast, number)
         state = new_state(weight, kind.rule, states, kind.master, device)
         found.append(ParamStep.of(weight, kind.rule, states, kind.master, state, number=number, stepped=stepped))
-        if kind.cast is None:  # else the parameter is whole
-            # The second is a shard from the middle of a matrix; both begin within a block of random numbers where the kind's does.
+        # Casts are written only for whole parameters, so a cast excludes a shard.
+        if kind.cast is None:
+            # The second tensor is a shard from the middle of a matrix. Both begin inside a random
+            # block at the kind's shift.
             before = number * kind.tile
             found[-1].part = Part(columns=columns + 2 * before, row=3 * number, column=before + kind.shift)
     return found
 
 
 def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
-    """Of the first tensor with an amax of this step in its window, of the second with one of earlier steps alone."""
+    """Cast buffers for the weight of a tensor.
+
+    The first tensor (number 0) has an amax of this step in its window, the second only earlier
+    ones.
+    """
     window = None
     if isinstance(cast.calibrate, Window):
         window = AmaxHistory(cast.calibrate, weight.device)
@@ -110,12 +124,13 @@ def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
         window.history[:1] = 0.06
     found = PrecastWeight.of(weight, cast, window)
     for codes in found.codes or ():
+        # A kernel that writes no codes must not pass by a lucky initial value.
         codes.view(torch.uint8).fill_(1)
     return found
 
 
 def _left(param_step: ParamStep) -> dict[str, Tensor]:
-    """By name all that a step changes, and what it leaves of the weight's cast."""
+    """All tensors that a step writes, by name, including the cast of the weight."""
     found = {"weight": param_step.weight, **param_step.state}
     if (stepped := param_step.stepped) is not None:
         found["amax"] = stepped.maxima.amax().view(torch.float32).reshape(1)
@@ -128,6 +143,7 @@ def _gradient(param_step: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 10 * step + param_step.number)
     shape = param_step.weight.shape
     g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+    # A row of zeros, subnormal numbers, and constant columns that reach the bound of m.
     g[1], g[2, :4], g[:, 40:60] = 0.0, 1e-39, 1e-3
     if step > 1:
         g[:, 60:80] = 0.0

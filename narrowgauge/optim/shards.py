@@ -1,12 +1,17 @@
-"""Parameters that are DTensors: which block of them a rank holds, and states that are DTensors of the same placements.
+"""DTensor parameters: the local block of a rank, and states with the placements of the parameter.
 
-A step computes on local tensors alone. What makes it the step of one process, bit for bit: whether a state is narrow is decided by the
-shape of the whole parameter; a tile lies within a row, so shards of the first axis hold whole tiles; and random numbers count elements
-by their place in the whole (`Part`). Shards of further axes hold whole tiles only where they begin at multiples of one: see `fits`.
+A step computes on local tensors alone and is bit-identical to the step of one process, for three
+reasons:
 
-Public interface of torch.distributed.tensor, but for two things (torch 2.13): the private placement `_StridedShard`, which FSDP2 gives
-to a parameter whose axis tensor parallelism has cut before, is told by its `split_factor`; and DTensors whose part lies on another
-device than the mesh are made from their private spec.
+    format    the shape of the whole parameter decides if a state is quantized
+    tiles     a tile lies within a row, so shards of the first axis contain whole tiles; shards of
+              other axes only if they begin at multiples of a tile, see `fits`
+    noise     random numbers count elements by their position in the whole parameter (`Part`)
+
+The code uses the public interface of torch.distributed.tensor with two exceptions (torch 2.13). The
+private placement `_StridedShard` is recognized by its `split_factor`; FSDP2 gives it to a parameter
+whose axis tensor parallelism has already sharded. DTensors with local tensors on another device
+than the mesh are built from their private spec.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ _PLAIN = Tensor.__torch_dispatch__
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The block of a parameter, read as [rows, columns], that this rank holds.
+    """Block of a parameter, read as [rows, columns], on this rank.
 
-    columns      of the whole parameter
-    row, column  of the block's first element within it
+    columns      columns of the whole parameter
+    row, column  position of the block's first element in the whole parameter
     """
 
     columns: int
@@ -37,16 +42,18 @@ class Part:
     column: int = 0
 
     def row_length(self, tile: int) -> int:
-        """Elements of a row, counted by whole tiles."""
+        """Elements of a row, rounded up to whole tiles."""
         return -(-self.columns // tile) * tile
 
     def first(self, tile: int) -> int:
-        """The place of the first element within the whole parameter, counted by whole tiles."""
+        """Index of the first element in the whole parameter, rows rounded up to whole tiles."""
         return self.row * self.row_length(tile) + self.column
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether x is a DTensor; the class is looked for only where something has imported it."""
+    """Return True for a DTensor."""
+    # Fast path. torch.distributed.tensor is never imported here: without the import there is no
+    # DTensor.
     if type(x).__torch_dispatch__ is _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -54,16 +61,20 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the same memory; any other tensor as it is."""
+    """Return this rank's part of a DTensor (the same memory), or any other tensor unchanged."""
     if type(x).__torch_dispatch__ is _PLAIN or not is_sharded(x):
         return x
     with torch.no_grad():
         found = x.to_local()  # type: ignore[attr-defined]
-    return found.wait() if hasattr(found, "wait") else found  # of a collective that is under way
+    # An asynchronous collective may still be in flight.
+    return found.wait() if hasattr(found, "wait") else found
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """Of a DTensor what belongs to the local part; partial sums, and other placements than the parameter's, are brought to them."""
+    """Return the local part of a DTensor's gradient, with the placements of the parameter.
+
+    Partial sums are reduced, and other placements are redistributed.
+    """
     gradient = parameter.grad
     if gradient is None or not is_sharded(parameter):
         return gradient
@@ -74,7 +85,10 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def refuse(parameter: Tensor, whole: bool = False) -> str:
-    """Why the shards of a parameter cannot be stepped, a sentence, or ''. whole: the rule needs all of a matrix."""
+    """Reason why the shards of a parameter cannot be stepped (a sentence), or ''.
+
+    whole: True if the rule needs whole matrices.
+    """
     if not is_sharded(parameter):
         return ""
     placements = parameter.placements  # type: ignore[attr-defined]
@@ -100,7 +114,11 @@ def refuse(parameter: Tensor, whole: bool = False) -> str:
 
 
 def part_of(parameter: Tensor) -> Part:
-    """Where the local part of a parameter lies in the whole; where a row's elements are not one run, only where it begins."""
+    """Position of the local part in the whole parameter.
+
+    If shards cut inside a row's trailing axes, a row is not one run of elements, and only its first
+    position is given.
+    """
     shape = parameter.shape
     columns = math.prod(shape[1:]) if len(shape) > 1 else parameter.numel()
     if not is_sharded(parameter):
@@ -114,7 +132,10 @@ def part_of(parameter: Tensor) -> Part:
 
 
 def fits(parameter: Tensor, tile: int) -> bool:
-    """Whether every rank's shard holds whole tiles, and its scales and packed codes are cut where it is."""
+    """Return True if every rank's shard contains whole tiles.
+
+    Scales and packed 4-bit codes must also be cut at the boundaries of the shards.
+    """
     if not is_sharded(parameter) or parameter.ndim < 2:
         return True
     if any(_cuts_axis(each) and each.dim > 1 for each in parameter.placements):  # type: ignore[attr-defined]
@@ -134,7 +155,10 @@ def fits(parameter: Tensor, tile: int) -> bool:
 
 
 def pieces(size: int, ways: Iterable[int]) -> list[tuple[int, int]]:
-    """(offset, size) of each shard of an axis that is cut into `ways[0]` pieces, each of those into `ways[1]`, ... as torch.chunk cuts."""
+    """(offset, size) of each shard of an axis, cut as torch.chunk cuts.
+
+    The axis is cut into `ways[0]` pieces, each piece into `ways[1]`, and so on.
+    """
     found = [(0, size)]
     for count in ways:
         found = [piece for offset, length in found for piece in _chunks(offset, length, count)]
@@ -142,7 +166,10 @@ def pieces(size: int, ways: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def wrapped(x: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
-    """A state's local tensor as a DTensor of the parameter's placements; shape: of the whole. Of a plain parameter x itself."""
+    """Wrap a state's local tensor into a DTensor with the parameter's placements.
+
+    shape: shape of the whole state tensor. Returns x itself for a plain parameter.
+    """
     if not is_sharded(parameter):
         return x
     from torch.distributed.tensor import DTensor
@@ -150,7 +177,7 @@ def wrapped(x: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if x.device.type == mesh.device_type:
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
-    # Where FSDP2 offloads parameters to the CPU, `from_local` would move x to the mesh's devices.
+    # With CPU offload of FSDP2, `from_local` would move x to the mesh's devices.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _strides(shape), x.dtype))
@@ -158,7 +185,10 @@ def wrapped(x: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
 
 
 def local_part(x: Tensor, parameter: Tensor) -> Tensor:
-    """Of a whole state tensor, whose axes are the parameter's or [rows, something along the columns], what belongs to this rank."""
+    """Return this rank's part of a whole state tensor.
+
+    Its axes are the parameter's axes, or [rows, positions along the columns] such as scales.
+    """
     for axis in range(x.ndim):
         offset, size = _own_piece(parameter, axis, x.shape[axis])
         x = x.narrow(axis, offset, size)
@@ -166,7 +196,10 @@ def local_part(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def room(x: Tensor, parameter: Tensor) -> Tensor:
-    """A new tensor for a state of the type and shape of x: of a DTensor what belongs to this rank, as a DTensor of its placements."""
+    """Return an uninitialized state tensor with the dtype and shape of x.
+
+    For a DTensor parameter it is a DTensor with this rank's part.
+    """
     sizes = (
         [_own_piece(parameter, axis, size)[1] for axis, size in enumerate(x.shape)]
         if is_sharded(parameter)
@@ -176,16 +209,17 @@ def room(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    """The whole of a DTensor, on every rank of its mesh; it travels as bytes, for collectives take neither float8 nor int16."""
+    """Gather a DTensor on every rank of its mesh."""
     if not is_sharded(x):
         return x
+    # Collectives support neither float8 nor int16, so the tensor travels as bytes.
     own = local(x).contiguous().to(x.device_mesh.device_type)  # type: ignore[attr-defined]
     bytes_of, shape = own.unsqueeze(-1).view(torch.uint8), torch.Size((*x.shape, own.element_size()))
     return wrapped(bytes_of, x, shape).full_tensor().view(x.dtype).squeeze(-1)  # type: ignore[attr-defined]
 
 
 def without_partial_sums(x: Tensor) -> Tensor:
-    """A DTensor whose partial sums, if it has any, are added up on every rank."""
+    """Reduce a DTensor's partial sums, if it has any."""
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if each.is_partial() else each for each in x.placements]  # type: ignore[attr-defined]
@@ -193,7 +227,10 @@ def without_partial_sums(x: Tensor) -> Tensor:
 
 
 def sum_of_shards(x: Tensor, cut_by: Any) -> Tensor:
-    """The sum of the 0-d tensors that the ranks have, over those axes of a mesh that cut DTensors (`cut_of`); in one order on all ranks."""
+    """Sum of the ranks' 0-d tensors over the sharding axes of a mesh.
+
+    cut_by: result of `cut_of`. All ranks add in the same order, so all get the same bits.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, cut = cut_by
@@ -206,7 +243,7 @@ def sum_of_shards(x: Tensor, cut_by: Any) -> Tensor:
 
 
 def sum_over_mesh(x: Tensor, like: Tensor) -> Tensor:
-    """The sum of the 0-d tensors that all ranks of a DTensor's mesh have."""
+    """Sum of the 0-d tensors of all ranks of a DTensor's mesh."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
@@ -216,7 +253,7 @@ def sum_over_mesh(x: Tensor, like: Tensor) -> Tensor:
 
 
 def meshes_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """One DTensor for each mesh and set of its axes that cut, in order."""
+    """Return one DTensor for each mesh and set of sharding axes, in order."""
     found: dict[Any, Tensor] = {}
     for x in tensors:
         if is_sharded(x):
@@ -225,12 +262,12 @@ def meshes_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def cut_of(x: Tensor) -> Any:
-    """What DTensors have in common whose sums go over the same ranks."""
+    """Key of the ranks over which a DTensor's sums go: (mesh, flags of its sharding axes)."""
     return x.device_mesh, tuple(_cuts_axis(each) for each in x.placements)  # type: ignore[attr-defined]
 
 
 def same_placement(x: Tensor, parameter: Tensor) -> bool:
-    """Whether two DTensors lie on the same ranks in the same way."""
+    """Return True if two DTensors have the same mesh and placements."""
     return bool(x.device_mesh == parameter.device_mesh and x.placements == parameter.placements)  # type: ignore[attr-defined]
 
 
@@ -239,9 +276,9 @@ def _cuts_axis(placement: Any) -> bool:
 
 
 def _cuts_of(parameter: Tensor, axis: int) -> list[tuple[int, int]]:
-    """(axis of the mesh, its size) of those that cut an axis of a parameter, in the order of the cuts.
+    """(mesh axis, its size) of the mesh axes that shard a tensor axis, in the order of the cuts.
 
-    A strided shard is one that came first in the mesh and cut last.
+    A strided shard comes first in the mesh but cuts last.
     """
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     plain: list[tuple[int, int]] = []
@@ -253,7 +290,7 @@ def _cuts_of(parameter: Tensor, axis: int) -> list[tuple[int, int]]:
 
 
 def _own_piece(parameter: Tensor, axis: int, size: int) -> tuple[int, int]:
-    """(offset, size) of this rank's shard of an axis of that size."""
+    """(offset, size) of this rank's shard of an axis of length `size`."""
     coordinate = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
     if coordinate is None:
         return 0, 0
@@ -276,7 +313,7 @@ def _chunks(offset: int, size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _lengths(found: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without the offsets of empty ones."""
+    """Set the offsets of empty shards to 0, so that lists compare equal."""
     return [(offset if size else 0, size) for offset, size in found]
 
 

@@ -1,4 +1,4 @@
-"""What the states of an optimizer cost, by the rule that decided, and who computes their step."""
+"""Memory of optimizer states, by format and reason, with the backend that computes the step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from narrowgauge.optim.shards import local
 
 @dataclass(kw_only=True)
 class StateRow:
-    """Parameters that one rule put into one form. Bytes of states and masters, with scales and step counts.
+    """Parameters with the same states, reason and backend.
 
-    backend  who computes their step: "triton", "native", or "torch" and why no faster one does; '' of a foreign optimizer
-    slow_because  of plain torch that stands in for a kernel, the reason alone; else ''
+    states        name of the state format
+    rule          reason for the format, see `param_groups.kept_as`
+    backend       "triton", "native", or "torch" with a reason; '' for an optimizer of another
+                  library
+    slow_because  the reason alone, if plain torch replaces a kernel; else ''
+    state_bytes   bytes of states and masters, with scales and step counts
     """
 
     states: str
@@ -39,13 +43,16 @@ class StateRow:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The table of `state_bytes`; print it."""
+    """Table returned by `state_bytes`; printable."""
 
     rows: tuple[StateRow, ...]
     _by_parameter: Mapping[Tensor, int] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, parameter: Tensor) -> int:
-        """Bytes of the states and master of one parameter. Raises ConfigError if the optimizer does not hold it."""
+        """Bytes of one parameter's states and master.
+
+        Raises ConfigError if the optimizer does not hold the parameter.
+        """
         if parameter not in self._by_parameter:
             raise ConfigError(
                 f"state_bytes: the optimizer holds no parameter of {list(parameter.shape)} that is this one. "
@@ -80,16 +87,17 @@ class StateBytes:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
-    """What an optimizer keeps beside weights and gradients; of DTensors, what this rank keeps of them.
+    """Return the memory of an optimizer's states and masters; for DTensors, of this rank's part.
 
-    Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
-    optimizer without a state nothing is known, and its bytes are 0.
+    Existing states are measured. Before the first step, optimizers of narrowgauge are computed from
+    their formats. The bytes of other optimizers without a state are reported as 0.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.", code="state-bytes.optimizer"
         )
-    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):  # of ZeRO the part of this rank
+    # For ZeRO, measure this rank's inner optimizer.
+    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):
         optimizer = local_one
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
@@ -113,27 +121,30 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
 
 
 def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """What an optimizer will keep of parameters that train and have not stepped yet.
+    """Bytes of states that do not exist yet, for parameters that train and have not stepped.
 
-    Of a foreign one by a step of small ones like them; 0 of one whose step cannot be tried so.
+    Optimizers of other libraries take one step with small parameters to find out. Returns 0 if this
+    is impossible.
     """
     new = [(group, each) for group in optimizer.param_groups for each in group["params"]
            if each.requires_grad and not optimizer.state.get(each)]  # fmt: skip
     if isinstance(optimizer, NarrowOptimizer):
         return sum(_bytes(x) for group, each in new for x in optimizer._local_state(each, group).values())
     if isinstance(getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        return 0  # it stands around another
+        # A wrapper of another optimizer cannot be stepped on its own.
+        return 0
     return sum(_bytes_of_step(optimizer, group, local(each)) for group, each in new)
 
 
 def _bytes_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    """By the tensors that a step leaves of one with two rows, columns, ... in place of a parameter's."""
+    """Estimate state bytes from a step of a parameter with size 2 along each axis."""
     small = torch.nn.Parameter(torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device))
     small.grad = torch.zeros_like(small)
     probe = copy.copy(optimizer)
     probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [small]}]
     try:
-        with torch.no_grad():  # without the hooks that torch calls around it: nothing has stepped
+        # Unwrapped, because torch's step hooks must not see a step that is none.
+        with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(probe)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
         return 0
@@ -142,7 +153,7 @@ def _bytes_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], para
 
 
 def _bytes(x: Any) -> int:
-    """Of a tensor, or of the tensors inside a tensor subclass such as torchao's states."""
+    """Bytes of a tensor, or of the inner tensors of a subclass such as torchao's states."""
     if not isinstance(x, Tensor):
         return 0
     inner: Iterable[str] = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else ()

@@ -1,6 +1,7 @@
-"""What `load_state_dict` refuses, before anything is changed: a state of another form, and numbers that are not finite.
+"""Checks and conversion of saved optimizer states before `load_state_dict` changes anything.
 
-And what it takes up in another form than it was saved in: states of earlier versions, and of DTensors the part of this rank.
+States of another format and states with non-finite numbers are refused. States of earlier versions
+are converted, and DTensors receive this rank's part of whole tensors.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ NewState = Callable[[Tensor, dict[str, Any]], Mapping[str, Tensor]]
 def refuse_state(
     kind: str, state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule: str, new_state: NewState
 ) -> None:
-    """Raises CheckpointError if an optimizer cannot go on from `state_dict`.
+    """Raise CheckpointError if an optimizer cannot continue from `state_dict`.
 
-    kind, rule  of the optimizer: its class, the rule of groups that name none
-    own         its groups; new_state(parameter, group): what it would keep of a parameter, as tensors without memory
+        kind       class name of the optimizer
+        own        parameter groups of the optimizer
+        rule       name of the rule of groups that name none
+        new_state  new_state(parameter, group): the state that the optimizer would create, as meta
+                   tensors
 
-    Ranks that hold other shards agree: what one of them refuses, all do.
+    All ranks of a mesh agree: if one rank refuses its part, all refuse.
     """
     parameters = [parameter for group in own for parameter in group["params"]]
     reason = next(_reasons(kind, state_dict, own, rule, new_state), "")
+    # A collective: every rank must reach it, also a rank that has already found a reason.
     for sharded in shards.meshes_of(parameters):
         bad = torch.tensor(float(bool(reason)), device=shards.local(sharded).device)
         if shards.sum_over_mesh(bad, sharded) > 0:
@@ -56,10 +61,13 @@ def _reasons(
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None) -> dict[str, Any]:
-    """`state_dict()` with whole tensors on the CPU in the place of DTensors, as one process would save it. Every rank has to call.
+    """Return `state_dict()` with whole CPU tensors instead of DTensors.
 
-    rank  the only one that keeps the states, of the whole run; on the others "state" is empty. None: all of them
-    The whole of one tensor at a time is on the device. `load_state_dict` takes the result on any mesh, or on none.
+        rank  global rank that keeps the states; "state" is empty on the others. None: all ranks
+              keep them
+
+    The result is the state that one process would save. Every rank has to call. Device memory: the
+    whole of one tensor at a time. `load_state_dict` accepts the result on any mesh and without one.
     """
     found = optimizer.state_dict()
     keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
@@ -76,24 +84,29 @@ def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None
 
 
 def placed(x: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a saved tensor on the parameter's device; of a whole one for a DTensor its part, as a DTensor.
+    """Copy a saved tensor to the parameter's device.
 
-    The copy is contiguous, as kernels read it: torch's own optimizers keep moments in the parameter's strides.
+    A DTensor parameter gets its part of a whole tensor as a DTensor.
     """
     if shards.is_sharded(parameter) and not shards.is_sharded(x):
         own = shards.local_part(x.detach(), parameter).clone().to(parameter.device)
         return shards.wrapped(own, parameter, x.shape)
+    # Kernels read contiguous tensors. torch's own optimizers save moments with the parameter's
+    # strides.
     return x.detach().clone(memory_format=torch.contiguous_format).to(parameter.device)
 
 
 def upgraded(
     state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule_of: Callable[[Mapping[str, Any]], Rule]
 ) -> Mapping[str, Any]:
-    """A saved state in the present form, where the numbers can stay the same.
+    """Convert a saved state to the present form, if its numbers can stay the same.
 
-    Earlier forms of 8-bit moments are converted (`former`), scaled masters of parameters of one axis become float32, a step count that
-    is a Python number becomes a tensor, and a state of torch.optim.SGD, which counts no steps, begins to count.
-    rule_of: the rule of one of the own groups
+        8-bit moments     earlier forms are converted (`former`)
+        scaled masters    of parameters of one axis become float32
+        step count        a Python number becomes a tensor
+        torch.optim.SGD   counts no steps; the count begins at 0
+
+    rule_of: maps a group of this optimizer to its rule.
     """
     if next(_other_groups(state_dict, own), None) is not None:
         return state_dict
@@ -121,7 +134,7 @@ def upgraded(
 
 
 def forms_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """The types and shapes of a state's tensors, by name."""
+    """dtype and shape of each state tensor, by name."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     return {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()}
 
@@ -180,9 +193,11 @@ def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
             "saved, or start with a fresh state."
         )
     local = {name: shards.local(x) if isinstance(x, Tensor) else x for name, x in saved.items()}
-    for name, x in local.items():  # floats alone: whole numbers are codes, whose scales are among the floats
+    # Integer tensors hold codes, whose scales are float tensors in the same state.
+    for name, x in local.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or not holds_numbers(x):
             continue
+        # isfinite is not available for float8 dtypes.
         wide = x.to(torch.bfloat16) if x.element_size() == 1 else x
         count = x.numel() - int(wide.isfinite().sum())
         if count:

@@ -1,17 +1,19 @@
-"""Names of states: a pair that has one, or any format of the first moment beside any of the second, as "first/second".
+"""Names of state formats: one name for both moments, or "first/second" for any pair.
 
-    name    first moment                     second moment                     bytes of one moment per parameter
-    fp32    float32                          float32                           4
-    fp16    float16, nearest                 float16, stochastic               2.008
-    8bit    e5m2                             tapered8                          1.008
-    fp8     E4M3 of x^k                      E4M3 of x^k                       1.023
-    e4m3    E4M3                             E4M3                              1.008
-    4bit    dynamic4                         linear4                           0.516
+    name    first moment        second moment          bytes of one moment per parameter
+    fp32    float32             float32                4
+    fp16    float16, nearest    float16, stochastic    2.008
+    8bit    e5m2                tapered8               1.008
+    fp8     E4M3 of x^k         E4M3 of x^k            1.023
+    e4m3    E4M3                E4M3                   1.008
+    4bit    dynamic4            linear4                0.516
 
-    8bit = "8bit/8bit", and so on; fp8-lm = "e4m3/fp16"; `states="4bit/fp16"` is any other pair. A rule with one moment takes one name.
+    8bit = "8bit/8bit", and so on; fp8-lm = "e4m3/fp16"; `states="4bit/fp16"` is another pair. A
+    rule with one moment takes one name.
 
-Both moments share tiles, those of the format with the smaller ones (moments.py): beside fp8 or 4bit, scales are two bytes for 128
-elements instead of 256. The same text is the setting `states` of a run, in a file and on the command line.
+Both moments use the smaller of their two tiles (moments.py): beside fp8 or 4bit, a scale of two
+bytes serves 128 elements instead of 256. The setting `states` of a run takes the same names, in a
+file and on the command line.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SECOND: dict[str, Moment] = {
 
 @cache
 def named(name: str) -> States:
-    """The states of a name that `refuse` takes."""
+    """Return the States of a name that `refuse` accepts."""
     if name in moments.STATES:
         return moments.STATES[name]
     first, slash, second = name.partition("/")
@@ -44,13 +46,16 @@ def named(name: str) -> States:
 
 
 def is_known(name: str) -> bool:
-    """Whether `named` takes the name."""
+    """Return True if `named` accepts the name."""
     first, slash, second = name.partition("/")
     return name in moments.STATES or (first in FIRST and (second if slash else first) in SECOND)
 
 
 def refuse(kind: str, name: object, moments_of_rule: int) -> None:
-    """Raises ConfigError for what names no states, or more moments than the rule of an optimizer of class `kind` keeps."""
+    """Raise ConfigError for an unknown name, or for more moments than the rule keeps.
+
+    kind: class name of the optimizer, for the message.
+    """
     given = name if isinstance(name, str) else ""
     if given not in moments.STATES:
         parts: tuple[tuple[str, Mapping[str, object]], ...] = tuple(
@@ -71,10 +76,11 @@ def refuse(kind: str, name: object, moments_of_rule: int) -> None:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two names are of the same states: "8bit" and "8bit/8bit" are."""
+    """Return True if two names mean the same states, such as "8bit" and "8bit/8bit"."""
     if one == other or not (isinstance(one, str) and isinstance(other, str)):
         return one == other
     try:
         return named(one) == named(other)
-    except KeyError:  # of a state that was saved elsewhere
+    # The state was saved elsewhere, with a name unknown here.
+    except KeyError:
         return False

@@ -1,10 +1,10 @@
-"""One step of one parameter: what a backend is given, and the plain torch backend, which is the definition.
+"""One parameter's step: the arguments of a backend, and the plain torch backend (the definition).
 
-    for a few rows at a time:  decode -> the rule's update in float32 -> encode -> correct the weight for what rounding took from m
+    for a few rows at a time:
+        decode -> the rule's update in float32 -> encode -> correct the weight for rounding m
 
-A rule that works on whole matrices gets all rows at once.
-
-The torch backend holds float32 copies of one chunk of rows only (CHUNK elements, which fit in a core's second-level cache).
+A rule on whole matrices gets all rows at once. The torch backend keeps float32 copies of only one
+chunk of rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from narrowgauge.optim.shards import Part
 
 # Of weights and gradients, with their numbers in the kernels.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
+# The float32 copies of 2^16 elements fit in a core's second-level cache.
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentState:
-    """A moment's tensors over the whole parameter, each with one line per row: codes, scale, expansion.
+    """Tensors of one moment of a whole parameter, with one line per row.
 
-    codes are [rows, columns], 4-bit ones [rows, ceil(columns / 2)]; scale and expansion [rows, tiles].
+    format     Moment
+    codes      [rows, columns]; 4-bit codes [rows, ceil(columns / 2)]
+    scale      [rows, tiles]
+    expansion  [rows, tiles]
     """
 
     format: Moment
@@ -49,18 +53,26 @@ class ParamStep:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
     rule               see `rules`
-    source, state      the parameter (of a DTensor the local part) and its state's tensors, to see whether they are still the same
-    part               which block of the parameter this is: random numbers count the elements of the whole
-    is_shard           whether the parameter is a DTensor
+    source             the parameter, or the local part of a DTensor
+    state              tensors of its state; compared by identity to detect a replaced state
+    part               block of the whole parameter, by which random numbers count elements
+    is_shard           True for a DTensor
     weight             [rows, columns]; a copy if the parameter is not contiguous
-    master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
-    gradient, constants, step_key    of the step at hand; the gradient contiguous, of the parameter's shape
-    if_left_out        constants and step_key that this step has if one, two, ... of those before it were left out, see `left_out`
-    number             what the parameter's noise depends on: of its name, else its place in the groups; see `noise.of_name`
-    native             what the compiled backend keeps with it
-    backend            who computes it, for gradients of a kind
-    asked              what the group said of the state's form, see `param_groups.asked`
-    stepped            where a kernel that can leaves the cast of the new weight as well, or None
+    master             [rows, columns] or None
+    master_scale       [rows, tiles] with fp16-scaled, else None
+    gradient           of the current step; contiguous, of the parameter's shape
+    constants          scalars of the current step
+    step_key           noise key of the current step
+    if_left_out        (constants, step_key) for one, two, ... skipped earlier steps, see
+                       `left_out`
+    number             noise number of the parameter, from its name or its position in the
+                       groups; see `noise.of_name`
+    native             data that a compiled backend caches here
+    backend            (key of gradient dtype and alignment, chosen backend), or None
+    asked              options of the group that decided the state's format, see
+                       `param_groups.asked`
+    stepped            buffers for the cast of the new weight, or None
+    address            identity of the source's memory
     """
 
     rule: Rule
@@ -95,7 +107,7 @@ class ParamStep:
     def of(
         cls, parameter: Tensor, rule: Rule, states: States, master: masters.Master, state: Mapping[str, Tensor], **more: Any
     ) -> ParamStep:  # fmt: skip
-        """Of a parameter and the tensors that `new_state` made for it."""
+        """Build the step of a parameter from the tensors that `new_state` made for it."""
         source = shards.local(parameter)
         rows, columns = shape_of(source)
         tensors = {name: shards.local(x) for name, x in state.items()}
@@ -115,18 +127,18 @@ class ParamStep:
         )  # fmt: skip
 
     def holds(self, parameter: Tensor, state: Mapping[str, Tensor]) -> bool:
-        """Whether parameter and state are still the memory that this was made for."""
+        """Return True if parameter and state still use the memory of this step."""
         same = self.address == identity(shards.local(parameter)) and self.weight.dtype == parameter.dtype
         return same and all(map(operator.is_, self.state.values(), state.values()))
 
     @property
     def first_index(self) -> int:
-        """Of the first element, counted by whole tiles of the whole parameter."""
+        """Index of the first element in the whole parameter, rows rounded up to whole tiles."""
         return self.part.first(self.tile)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that a kernel reads and writes, but the gradient."""
+        """Tensors that a kernel reads and writes, except the gradient."""
         kept = [
             getattr(moment, name) for moment in (self.first, self.second) for name in ("codes", "scale", "expansion")
         ]
@@ -134,7 +146,10 @@ class ParamStep:
 
     @property
     def holds_first(self) -> bool:
-        """Whether the first moment is held to what the second allows: where codes of either may be off."""
+        """True if the first moment is clamped to the bound from the second, see `rules`.
+
+        This applies if either moment is quantized.
+        """
         first, second = self.first.format, self.second.format
         return second is not moments.NONE and (first.has_scale or second.has_scale)
 
@@ -148,23 +163,24 @@ class ParamStep:
 
 
 def shape_of(parameter: Tensor) -> tuple[int, int]:
-    """(rows, columns): the first axis, and all others; a vector is one row."""
+    """(rows, columns): the first axis, and the product of all others; a vector is one row."""
     if parameter.ndim < 2:
         return 1, parameter.numel()
     return parameter.shape[0], math.prod(parameter.shape[1:])
 
 
 def formats_of(rule: Rule, states: States) -> list[tuple[str, Moment]]:
-    """The names of a rule's moments, and how they are kept."""
+    """(name, format) of each moment of a rule."""
     return list(zip(rule.moments, (states.first, states.second), strict=False))
 
 
 def new_state(
     parameter: Tensor, rule: Rule, states: States, master: masters.Master, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """The tensors of a state before the first step; on the device "meta" they cost nothing and tell sizes.
+    """Allocate a parameter's state before its first step; "meta" gives sizes without memory.
 
-    A master of float32 starts as the weight, a scaled one as zeros: the first step takes the weight itself over.
+    A float32 master starts as the weight. A scaled master starts as zeros: it differs from the
+    weight, so the first step starts from the weight.
     """
     rows, columns = shape_of(parameter)
     tiles, shape = -(-columns // states.tile), parameter.shape
@@ -173,7 +189,8 @@ def new_state(
         four_bits = (rows, (columns + 1) // 2)
         state[name] = torch.zeros(four_bits if format.bits == 4 else shape, dtype=format.dtype, device=device)
         if format is moments.DYNAMIC4:
-            state[name].fill_(0x88)  # two codes of zero
+            # Two 4-bit codes 8, which decode to zero.
+            state[name].fill_(0x88)
         if format.has_scale:
             state[f"{name}_scale"] = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device)
         if format.expands:
@@ -190,12 +207,13 @@ def new_state(
 
 @torch.no_grad()
 def step_in_torch(param_steps: Sequence[ParamStep], left_out: LeftOut | None = None) -> None:
-    """All steps, each in chunks of rows, by torch's own operations. About 80 of them per chunk.
+    """Compute all steps in chunks of rows with torch operations, about 80 per chunk.
 
-    left_out: whether they are left out, on the device; the counters must be known
+    left_out: skip flags on the device, or None; the step counters must be exact.
     """
     for each in param_steps:
         assert not each.if_left_out
+        # The flag stays on the device: torch.where keeps old values without a host sync.
         stays = None if left_out is None else left_out.on(each.weight.device)[0] != 0
         rows, columns = each.weight.shape
         per_chunk = max(1, CHUNK.get(each.weight.device.type, 1 << 20) // max(columns, 1))
@@ -230,22 +248,26 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     )
     holds = param_step.holds_first
     if param_step.rule.granularity == "matrix":
+        # A rule on whole matrices must not see the padding of the last tile.
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
         whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         w, m, v, decays, *lag = (as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
         w, m, v, decays, *lag = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         if columns % param_step.tile:
-            for x in (w, m, v):  # a rule may make any number, 0 / 0 too, of the zeros that fill the last tile
+            # A rule may turn padding zeros into any number, even 0 / 0, which would spoil the
+            # tile's scale.
+            for x in (w, m, v):
                 x[:, -1, columns % param_step.tile :] = 0.0
+    # Both moments of an element share one random number; the weight draws another.
     bits = noise.bits(param_step.noise_key, index)
     format = param_step.first.format
     first = format.encode(m, bits, decays, param_step.rule.draws_first)
     if lag and format.has_scale:
         assert first.scale is not None
-        lost = torch.where(
-            first.scale.isnan()[..., None], 0.0, m - format.decode(first)
-        )  # a poisoned tile shows itself later
+        # The step adds m - decode(encode(m)) times the lag (error feedback, see `rules`). A
+        # non-finite tile adds 0, because it becomes visible in the next step.
+        lost = torch.where(first.scale.isnan()[..., None], 0.0, m - format.decode(first))
         w = w + lost * lag[0]
         if columns % param_step.tile:
             w[:, -1, columns % param_step.tile :] = 0.0
@@ -262,7 +284,7 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
 
 
 def _put(target: Tensor, rows: slice, values: Tensor, stays: Tensor | None) -> None:
-    """target[rows] = values, unless the device says that it stays."""
+    """target[rows] = values, unless the device flag `stays` keeps the old values."""
     target[rows] = values if stays is None else torch.where(stays, target[rows], values.to(target.dtype))
 
 
@@ -282,7 +304,8 @@ def decode_rows(kept: MomentState, rows: slice, columns: int, tiles: int, tile: 
     expansion = None if kept.expansion is None else kept.expansion[rows]
     x = kept.format.decode(Encoded(codes, scale, expansion))
     if columns % tile:
-        x[:, -1, columns % tile :] = 0.0  # what fills the last tile counts for nothing
+        # Padding of the last tile must not change its scale.
+        x[:, -1, columns % tile :] = 0.0
     return x
 
 
@@ -300,5 +323,5 @@ def write_rows(kept: MomentState, found: Encoded, rows: slice, columns: int, sta
 
 
 def _bits_of(codes: Tensor) -> Tensor:
-    """8-bit floats as bytes: torch cannot pad or index them everywhere."""
+    """View float8 codes as bytes: torch cannot pad or index float8 on all devices."""
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes

@@ -1,22 +1,28 @@
-"""The optimizer inside the backward pass: each parameter steps as soon as its gradient is whole, and the gradient is freed.
+"""Optimizer steps inside backward: each parameter steps when its gradient is complete.
 
-So gradients are never all in memory at once: one tensor's at a time instead of 2 or 4 bytes for every parameter. Clipping by the norm of
-the whole gradient needs them all together, and there are three ways without:
+The gradient is freed after the step, so one tensor's gradient exists at a time instead of 2 or 4
+bytes for every parameter. Clipping by the norm of the whole gradient needs all gradients at once.
+Three alternatives exist:
 
-    clip="previous"    by the larger of two norms: of the step before, and of the gradients that this pass has shown so far. Nothing is
-                       computed twice. A step is clipped less than it would be where its norm is larger than that of the step before
-                       and shows late: the first gradients of a spike are limited to `clip_norm` each, all together to
-                       clip_norm sqrt(1 + 2 ln(norm / first part)). The first step knows no norm before it. What a pass has shown
-                       depends on the order in which gradients come: FSDP2 has another than one process
-    clip="two-pass"    a first forward and backward pass for the norm, which frees gradients as they come, and a second one that steps: the
-                       numbers of an ordinary clipped step, to the bit, for a forward and backward pass more
-    clip="parameter"   each parameter by the norm of its own gradient: another rule, which turns the direction of the step
+    clip="previous"    clip by the larger of two norms: the norm of the previous step, and the norm
+                       of the gradients that this pass has computed so far. No extra computation. A
+                       spike is clipped too little at first: its first gradients are limited to
+                       `clip_norm` each, all together to clip_norm sqrt(1 + 2 ln(norm / first
+                       part)). The first step has no previous norm. The norm so far depends on the
+                       order of gradients, which differs between FSDP2 and one process
+    clip="two-pass"    a first forward and backward pass computes the norm and frees gradients, and
+                       a second pass steps. Bit-identical to an ordinary clipped step, for one more
+                       forward and backward pass
+    clip="parameter"   clip each parameter by its own norm: another rule, which changes the
+                       direction of the step
 
-Over several backward passes (`accumulation`) the sums of matrices are held in FP8 until the last one (held_gradients.py): 1.01 bytes a
-parameter. Loss scaling by a GradScaler, which looks at all gradients, cannot be had.
+With `accumulation`, the sums of matrices stay in FP8 until the last backward pass
+(held_gradients.py): 1.01 bytes a parameter. A GradScaler is not supported, because it inspects all
+gradients.
 
-Every rank of FSDP2 has the same norm: for "previous" 8 bytes travel for each parameter, for "two-pass" for each mesh. Under DDP hooks see
-gradients before they travel: use FSDP2, or step after backward.
+All ranks of FSDP2 get the same norm: "previous" communicates 8 bytes per parameter, "two-pass" per
+mesh. DDP is not supported, because its hooks see gradients before the all-reduce. Use FSDP2, or
+step after backward.
 """
 
 from __future__ import annotations
@@ -42,9 +48,11 @@ Clip = Literal["previous", "two-pass", "parameter"]
 
 
 class InBackward:
-    """What `in_backward` returns: `remove()` gives the gradients back to the loop.
+    """Handle returned by `in_backward`; `remove()` returns the gradients to the training loop.
 
-    norm  0-d float32: of the gradient of the last step that ended, before clipping; None before the first, and where nobody asked for it
+    norm          norm of the last finished step before clipping, 0-d float32; None before the
+                  first step, and if neither clipping nor `knows_norm` needs it
+    accumulation  backward passes per step
     """
 
     def __init__(
@@ -53,23 +61,27 @@ class InBackward:
         self._optimizer, self._clip, self._largest = optimizer, clip, largest
         self._knows_norm = knows_norm or clip == "previous"
         self.accumulation, self._sums = accumulation, HeldGradients(optimizer, None)
-        # By place, what came so far: passes, group, number, parameter.
+        # Unfinished accumulation, by position of the parameter: passes so far, group, noise number,
+        # parameter.
         self._waiting: dict[int, tuple[int, int, int, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()  # places
+        # Positions of parameters that have a hook.
+        self._hooked: set[int] = set()
         self.norm: Tensor | None = None
         self._parts = NormInParts()
-        self._pass: Literal["none", "measures", "steps"] = "none"  # of two
-        self._stepped: set[int] = set()  # places, in the second of them
-        # How often each parameter has stepped since `optimizer.step()`, by place; None: it was told of more than once.
+        # "measures" and "steps" are the passes of clip="two-pass".
+        self._pass: Literal["none", "measures", "steps"] = "none"
+        # Positions of parameters that have stepped in the second pass, to detect a second gradient.
+        self._stepped: set[int] = set()
+        # Steps of each parameter since `optimizer.step()`, by position; None after the warning.
         self._times: dict[int, int] | None = {}
 
     def hook_group(self, place: int) -> None:
-        """Hooks the parameters of one group that train and have no hook yet."""
+        """Register backward hooks on trainable parameters of one group that have none yet."""
         numbers = {id(parameter): number for parameter, _, number in self._optimizer._numbered()}
         first = sum(len(group["params"]) for group in self._optimizer.param_groups[:place])
-        # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would
-        # keep weights and states for ever.
+        # Weak reference: Python's garbage collector does not see the hooks of a tensor. Hooks that
+        # held the optimizer, which holds the tensor, would keep weights and states alive for ever.
         reference = weakref.ref(self)
         if self.accumulation > 1:
             self._sums.take_group(place)
@@ -92,7 +104,7 @@ class InBackward:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _came(self, place: int, order: int, number: int, parameter: Tensor) -> None:
-        """The gradient of a pass."""
+        """Handle one backward pass's gradient of a parameter."""
         if self.accumulation > 1:
             passes = self._waiting[order][0] + 1 if order in self._waiting else 1
             if passes < self.accumulation:
@@ -104,14 +116,14 @@ class InBackward:
         self._whole(place, order, number, parameter)
 
     def _finish(self) -> None:
-        """Of parameters that took part in fewer passes than the others."""
+        """Step parameters that received fewer gradients than `accumulation`."""
         for order, (_, place, number, parameter) in list(self._waiting.items()):
             self._sums.give_back(parameter)
             self._whole(place, order, number, parameter)
         self._waiting.clear()
 
     def _whole(self, place: int, order: int, number: int, parameter: Tensor) -> None:
-        """A gradient is whole."""
+        """Handle a complete gradient: measure, or clip and step."""
         assert parameter.grad is not None
         if self.takes_two_passes and self._pass == "none":
             raise ConfigError(
@@ -131,6 +143,7 @@ class InBackward:
         if self._clip == "parameter":
             clip_gradients([parameter], self._largest)
         elif self._clip == "previous":
+            # Both norms stay on the device: no host sync inside backward.
             norm, before = self._parts.so_far(order), self._optimizer.norm_before
             if before is not None:
                 norm = torch.maximum(norm, torch.as_tensor(before, dtype=torch.float32, device=norm.device))
@@ -140,7 +153,9 @@ class InBackward:
             scale_gradients([parameter], self._largest, self.norm)
         if self._times is not None:
             self._times[order] = self._times.get(order, 0) + 1
-        group = self._optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
+        # Looked up now, because load_state_dict replaces the group dictionaries.
+        group = self._optimizer.param_groups[place]
+        # _step and not step: torch's step hooks run once, in `optimizer.step()`.
         self._optimizer._step([(parameter, group, number)])
         parameter.grad = None
 
@@ -157,17 +172,21 @@ class InBackward:
             )
 
     def run(self, closure: Callable[[], Any]) -> Any:
-        """`optimizer.step(closure)`: the closure once, or twice with clip = "two-pass"; returns what it returned last."""
+        """`optimizer.step(closure)`: call the closure once, or twice with clip="two-pass".
+
+        Returns the last result of the closure.
+        """
         if self.takes_two_passes:
             self.measure(closure)
             return self.step_measured(closure)
         return closure()
 
     def measure(self, closure: Callable[[], Any]) -> Any:
-        """A pass for `norm` alone, the first of two or one to look at: no parameter steps, whatever clips. Returns what closure did.
+        """Run the closure to compute `norm` alone; no parameter steps.
 
-        Generators are put back. Parameters that were unfrozen since take part: left to `optimizer.step()` they would hold both passes'
-        gradients.
+        Returns the closure's result. torch's random generators are restored afterwards. Parameters
+        unfrozen since the last step get hooks first: otherwise `optimizer.step()` would see the sum
+        of both passes.
         """
         for place in range(len(self._optimizer.param_groups)):
             self.hook_group(place)
@@ -175,12 +194,13 @@ class InBackward:
             found = closure()
             self._finish()
             self.norm = self._parts.norm()
-        # Casts of weights that were drawn in this pass must be drawn again in the next, or what is drawn after them would differ.
+        # Stochastic casts of weights are cached by version. A new version makes the second pass
+        # draw them again; otherwise the random numbers after them would differ between the passes.
         torch.autograd.graph.increment_version([each for each, _, _ in self._optimizer._numbered()])
         return found
 
     def step_measured(self, closure: Callable[[], Any]) -> Any:
-        """The second of two passes, which steps with gradients clipped by `norm`."""
+        """Run the second of two passes, which clips by `norm` and steps."""
         with self._passing("steps"):
             found = closure()
             self._finish()
@@ -199,14 +219,17 @@ class InBackward:
 
     @contextmanager
     def _generators_put_back(self) -> Iterator[None]:
-        """Torch's, of the CPU and of the parameters' GPUs."""
+        """Restore torch's random generators of the CPU and of the parameters' GPUs."""
         devices = {each.device.index for each, _, _ in self._optimizer._numbered() if each.is_cuda}
         with rng.preserved(sorted(devices)):
             yield
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """After the last backward pass: what the next step is clipped by. A norm that is not finite says nothing of it, and is not kept."""
+        """Finish a step after its last backward pass, and store its norm for the next step.
+
+        A non-finite norm is stored as 0, so that one bad step does not stop all later steps.
+        """
         self._finish()
         self._tell_of_more_than_one()
         if not len(self._parts):
@@ -216,7 +239,10 @@ class InBackward:
             self._optimizer.norm_before = torch.where(self.norm.isfinite(), self.norm, 0.0)
 
     def _tell_of_more_than_one(self) -> None:
-        """Once: between two `optimizer.step()` every pass has stepped, where the loop may have wanted their sum."""
+        """Warn once if parameters stepped several times before one `optimizer.step()`.
+
+        The loop may have wanted one step by the sum of the passes.
+        """
         if self._times is None:
             return
         times, self._times = max(self._times.values(), default=0), {}
@@ -229,13 +255,13 @@ class InBackward:
             )
 
     def clear(self) -> None:
-        """Drops the sums of a step whose last pass has not come: its next pass is the first one again."""
+        """Drop the sums of an unfinished step; its next pass counts as the first."""
         self._waiting.clear()
         self._sums.clear()
 
     @torch.no_grad()
     def remove(self) -> None:
-        """Gives the gradients back to the loop, those of the passes so far too."""
+        """Return the gradients, including the sums so far, to the training loop."""
         for _, _, _, parameter in self._waiting.values():
             self._sums.give_back(parameter)
         self._waiting.clear()
@@ -255,21 +281,34 @@ def in_backward(
     clip_parameter_norm: float | None = None,
     knows_norm: bool = False,
 ) -> InBackward:
-    """From now on `loss.backward()` also steps. Call `optimizer.step()` after it as ever: it finds no gradients, and ends the step.
+    """From now on, let `loss.backward()` also step the parameters.
 
-    accumulation         backward passes of a step; the last one steps. Above 1 the others' sums are held in FP8
-    clip_norm, clip      the largest 2-norm, and of what: see the module. "previous" needs `optimizer.step()` after each backward pass, and
-                         the norm is part of state_dict(). "two-pass" needs `optimizer.step(closure)`, with a closure that computes the
-                         loss, calls backward() and returns the loss; torch's generators are put back between its passes, other state
-                         that forward changes (running statistics of BatchNorm, generators of numpy) is not
-    clip_parameter_norm  the same as clip_norm with clip="parameter"
-    knows_norm           find the norm of every step, for a log, which then needs `optimizer.step()` after each backward pass
-    Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.
-    Another backward pass is another step. A converted model whose loop has no `optimizer.step()` needs `advance` after backward. Keep
-    the optimizer, or what is returned, as long as the model trains: the model does not hold it, and backward raises ConfigError once it
-    is gone. A group that add_param_group brings later steps in backward too. A parameter that does not require a gradient when it comes
-    is left to `optimizer.step()`, but with "two-pass", which takes what was unfrozen since. `optimizer.zero_grad()` drops the passes of a
-    step whose last one has not come; `model.zero_grad()` does not know of them.
+        accumulation         backward passes per step; the last one steps. Above 1, the sums of
+                             matrices stay in FP8
+        clip_norm, clip      largest 2-norm, and the kind of clipping (see the module). "previous"
+                             needs `optimizer.step()` after each backward pass, and stores its norm
+                             in state_dict(). "two-pass" needs `optimizer.step(closure)`, with a
+                             closure that computes the loss, calls backward() and returns the loss.
+                             torch's generators are restored between its passes; other state that
+                             forward changes (running statistics of BatchNorm, numpy generators) is
+                             not
+        clip_parameter_norm  the same as clip_norm with clip="parameter"
+        knows_norm           compute the norm of every step, for a log; needs `optimizer.step()`
+                             after each backward pass
+
+    Call `optimizer.step()` after backward as usual: it finds no gradients and ends the step. A
+    converted model whose loop has no `optimizer.step()` needs `advance` after backward.
+    Learning-rate schedulers work as usual. A further backward pass is a further step.
+
+    Keep a reference to the optimizer or to the returned handle while the model trains. The model
+    does not hold them, and backward raises ConfigError once they are gone.
+
+    Groups of a later `add_param_group` step in backward too. A parameter that is frozen when its
+    group is added is left to `optimizer.step()`; "two-pass" also steps parameters unfrozen later.
+    `optimizer.zero_grad()` drops the passes of an unfinished step; `model.zero_grad()` cannot reach
+    them.
+
+    Raises ConfigError for options that need all gradients at once.
     """
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(

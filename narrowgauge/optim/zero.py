@@ -1,12 +1,17 @@
-"""Whole tensors of an optimizer given to ranks, greedily: FP8-LM's ZeRO (arXiv 2310.18313), on torch's ZeroRedundancyOptimizer.
+"""ZeRO with whole tensors, distributed greedily as in FP8-LM (arXiv 2310.18313).
 
-    optimizer = ng.optim.zero(model, ng.optim.AdamW, lr=1e-3, states="8bit")     instead of ng.optim.AdamW(model, ...), under DDP
-    print(ng.optim.zero_balance(model, 8, states="8bit"))                        before the run: bytes of the fullest rank, and the mean
+    # under DDP, instead of ng.optim.AdamW(model, ...)
+    optimizer = ng.optim.zero(model, ng.optim.AdamW, lr=1e-3, states="8bit")
+    # before the run: bytes of the fullest rank, and the mean
+    print(ng.optim.zero_balance(model, 8, states="8bit"))
 
-Of each group the largest tensor that is left goes to the rank with the fewest elements so far. Every rank has all gradients, steps its
-tensors, and sends them. Weights and states are to the bit those of one process, since noise is drawn by names and no tensor is cut; so
-every rule works, also one that needs whole matrices. The balance ends where a tensor is more than a rank's share: then shard rows
-(FSDP2), which any number of ranks can.
+It builds on torch's ZeroRedundancyOptimizer. In each group, the largest remaining tensor goes to
+the rank with the fewest elements so far. Every rank has all gradients, steps its own tensors, and
+broadcasts them.
+
+Weights and states are bit-identical to one process, because noise depends on names and tensors stay
+whole. Every rule works, including rules on whole matrices. The balance fails if one tensor exceeds
+a rank's share. Then shard rows with FSDP2, which works for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,11 +40,14 @@ def zero(
     process_group: Any = None,
     **options: Any,
 ) -> ZeroOptimizer:
-    """An optimizer of whose parameters each rank of the group steps and keeps some; every rank calls it with the same arguments.
+    """Build an optimizer whose parameters and states are distributed over a process group.
 
-    model    or groups of named parameters, as `narrowgauge.optim.groups` makes them
-    options  of `optimizer`
-    Raises ConfigError for parameters without names, for DTensors, whose states are sharded already, and without a process group.
+        model    a model, or groups of named parameters as from `narrowgauge.optim.groups`
+        options  options of `optimizer`
+
+    Every rank calls it with the same arguments.
+    Raises ConfigError for parameters without names, for DTensors (their states are sharded
+    already), and without a process group.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ConfigError(
@@ -60,14 +68,14 @@ def zero(
 
 @dataclass(frozen=True)
 class ZeroBalance:
-    """What each rank steps and keeps; print it."""
+    """Parameters that each rank steps, and bytes of its states; printable."""
 
     parameters: tuple[int, ...]
     state_bytes: tuple[int, ...]
 
     @property
     def ratio(self) -> float:
-        """Bytes of the fullest rank over the mean: 1 is even, the number of ranks is one rank for all."""
+        """Bytes of the fullest rank over the mean: from 1 (even) to the number of ranks (worst)."""
         return max(self.state_bytes) * len(self.state_bytes) / max(sum(self.state_bytes), 1)
 
     def __str__(self) -> str:
@@ -85,13 +93,17 @@ def zero_balance(
     optimizer: type[NarrowOptimizer] = AdamW,
     **options: Any,
 ) -> ZeroBalance:
-    """How even `zero` will be on `world` ranks. Needs neither ranks nor memory: a model on the device "meta" will do."""
+    """Predict the balance of `zero` on `world` ranks.
+
+    Needs neither ranks nor memory: a model on the device "meta" is enough.
+    """
     if type(world) is not int or world < 1:
         raise ConfigError(f"zero_balance: world = {world!r}: must be a number of ranks, at least 1.", code="zero.world")
     plain, _ = _groups_and_names(model, options)
     sizes = state_bytes(optimizer(plain, **options))
     counts, found = [0] * world, [0] * world
-    for group in plain:  # as ZeroRedundancyOptimizer, torch 2.11 to 2.13
+    # The same greedy order as ZeroRedundancyOptimizer, torch 2.11 to 2.13.
+    for group in plain:
         for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
             rank = counts.index(min(counts))
             counts[rank] += parameter.numel()
@@ -100,7 +112,7 @@ def zero_balance(
 
 
 def _groups_and_names(model: Any, options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str]]:
-    """Groups without names, which torch's ZeRO does not know, and the names."""
+    """Return (groups without names, names of parameters): torch's ZeRO rejects named parameters."""
     groups = model
     if isinstance(model, nn.Module):
         groups = param_groups.groups(model, embeddings=options.get("embeddings", "fp32"))

@@ -1,4 +1,7 @@
-"""torch's ZeroRedundancyOptimizer around an optimizer of ours; see `zero`. Apart from it, because importing the former takes a while."""
+"""torch's ZeroRedundancyOptimizer around an optimizer of narrowgauge; see `zero`.
+
+A file of its own, because torch.distributed.optim takes a while to import.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from torch import Tensor
 from narrowgauge.errors import CheckpointError
 from narrowgauge.optim.base import NarrowOptimizer
 
-# That package scripts functions of its own as it is imported, which torch 2.13 warns of.
+# torch.distributed.optim calls torch.jit.script at import, which torch 2.13 deprecates with a
+# warning.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class ZeroOptimizer(ZeroRedundancyOptimizer):
-    """What `zero` returns. `optim` is this rank's optimizer of its own parameters; `consolidate_state_dict` brings the states together.
+    """Optimizer returned by `zero`.
 
-    The step counts once for converted models, after the weights have arrived; loading is exact, where torch's casts states to the types of
-    weights and keeps them twice.
+    `optim` is this rank's optimizer of its own parameters. `consolidate_state_dict` gathers the
+    states. Converted models advance once per step, after the weights have arrived. Loading is
+    exact, while torch's class casts states to the dtype of the weights and stores them twice.
     """
 
     def __init__(
@@ -39,20 +44,26 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         super().__init__(groups, build, process_group, **options)
 
     def step(self, closure: Any = None, **given: Any) -> Any:
-        """As torch's: steps this rank's parameters, and brings those of the others."""
+        """Step this rank's parameters and receive the others, as in torch."""
         loss = super().step(closure, **given)
-        # What came by `.data` shows no version; who keeps something made of a weight looks at that.
+        # torch writes received weights through `.data`, which leaves their version unchanged. Code
+        # that caches results of a weight compares versions.
         torch.autograd.graph.increment_version([each for group in self.param_groups for each in group["params"]])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up, exactly, what this rank keeps of a consolidated state, or of that of one process. All refuse what one refuses."""
+        """Load this rank's part of a consolidated state, or of the state of one process, exactly.
+
+        If one rank refuses its part, all ranks raise CheckpointError.
+        """
         reason = ""
         try:
             local = self._own(state_dict)
             self.optim.check_state_dict(local)
         except CheckpointError as error:
             reason = str(error)
+        # Before any change: a rank that raised alone would leave the others waiting in the next
+        # collective.
         if refused := self._refused_by(reason):
             raise CheckpointError(
                 reason or f"zero: rank {refused[0]} refused its part of the saved state, and says why.",
@@ -63,7 +74,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
             group.update({name: value for name, value in own.items() if name != "params"})
 
     def _own(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The part of this rank, with the numbers that its optimizer gives its parameters."""
+        """Return this rank's part of a state, renumbered as in its own optimizer."""
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_groups = state_dict.get("param_groups", ())
         if [len(group["params"]) for group in saved_groups] != sizes or "state" not in state_dict:
@@ -84,7 +95,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         return {"state": state, "param_groups": groups}
 
     def _refused_by(self, reason: str) -> list[int]:
-        """The ranks that have a reason."""
+        """Ranks with a reason to refuse. Collective."""
         own = torch.tensor([float(bool(reason))], device=self.join_device)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(found, own, group=self.process_group)
@@ -96,5 +107,7 @@ def _build(
 ) -> NarrowOptimizer:
     made = optimizer(groups, **options)
     made._names.update(names)
+    # ZeroRedundancyOptimizer runs torch's step hooks itself, so the inner optimizer steps without
+    # them.
     made.step = made._step_all  # type: ignore[method-assign]
     return made

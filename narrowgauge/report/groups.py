@@ -222,8 +222,7 @@ def settings(recorded: Recorded) -> dict[str, str]:
 def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
     """Reason why two runs of one seed did not train on the same batches, by tokens per step; or ''.
 
-    Steps after a batch that only one of the runs skipped are ignored: the verdict names such
-    batches.
+    Steps after a batch that only one run skipped are ignored: the verdict names such batches.
     """
     if reference is None:
         return ""

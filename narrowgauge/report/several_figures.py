@@ -60,7 +60,7 @@ def colour_of(number: int) -> str:
 
 
 def mean_line(number: int, curves: Sequence[Points], is_dotted: bool = False) -> Line:
-    """Mean of curves at the steps that all of them have; a run that ended early ends the mean."""
+    """Mean of curves at their common steps; a run that ended early ends the mean."""
     by_step = [{step: value for step, value in curve if math.isfinite(value)} for curve in curves]
     steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
     points = [(step, statistics.fmean(each[step] for each in by_step)) for step in steps]

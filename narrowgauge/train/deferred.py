@@ -7,8 +7,8 @@ decide about updates that the host has not seen:
     found_inf   float16 overflow: the optimizer skips this update, as with GradScaler
     halted      a fatal loss or norm: this update and all updates after it are skipped
 
-Deferring never changes a result. When the host reads a fatal step, the weights are still at the
-last good step. `QueuedStep` keeps the micro-batches and a snapshot of low-precision state and
+Deferring never changes a result. The weights are still at the last good step when the host reads
+a fatal step. `QueuedStep` keeps the micro-batches and a snapshot of low-precision state and
 generators, so that Trainer can repeat the step and name the first non-finite module.
 """
 

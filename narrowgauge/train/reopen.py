@@ -1,4 +1,4 @@
-"""Opens a run at one of its checkpoints, as a `Trainer` that writes nothing.
+"""Open a run at a checkpoint, as a `Trainer` that writes nothing.
 
 Used by branches (`branch`) and by probes from a checkpoint (`debug`, `blame_checkpoint`). One
 process, without torch.compile.

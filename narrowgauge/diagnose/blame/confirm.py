@@ -35,7 +35,7 @@ SHARE = 0.1
 
 @contextmanager
 def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
-    """Compute the GEMMs of these findings in 16 bits inside the block.
+    """Compute the GEMMs of the findings in 16 bits inside the block.
 
     Layers keep their persistent state.
 

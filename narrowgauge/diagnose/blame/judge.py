@@ -66,8 +66,8 @@ class Reading:
     is_narrow                              True if it was quantized
     among_integers                         True if it and the expected operand are integers
     slope, own_slope, distance, scale_off  see `recast`
-    uncast                                 the largest of these over its limit: above 1 the codes
-                                           are not a cast of the original
+    uncast                                 largest ratio of a measure to its limit: above 1 the
+                                           codes are not a cast of the original
     is_by_amax                             True if its scale comes from its own amax
     """
 
@@ -273,7 +273,7 @@ def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
 def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], Expected]:
     """(GEMM, Gemm settings or None for all, role) -> expected error of this kind.
 
-    The error is the median over quantized operands; `is_integer` if most of these are integers.
+    The error is the median over quantized operands; `is_integer` if most operands are integers.
     """
     members: dict[tuple[str, Any, str], list[Operand]] = {}
     for (layer, product), seen in products.items():

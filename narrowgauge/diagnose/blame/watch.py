@@ -57,7 +57,7 @@ class LayerWatch:
 
 @contextmanager
 def watching(layers: Sequence[tuple[str, QLinear]], found: dict[Key, Product]) -> Iterator[None]:
-    """Measure GEMMs of these layers inside the block; earlier observers are restored after it."""
+    """Measure GEMMs of `layers` inside the block; earlier observers are restored afterwards."""
     before = [layer.observer for _, layer in layers]
     try:
         for name, layer in layers:

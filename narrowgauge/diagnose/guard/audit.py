@@ -12,7 +12,7 @@ compares the numbers themselves, during the run's own steps:
     casts           of x in output and of gy in both backward GEMMs, with a fresh cast and the same
                     noise
     GEMMs           with the product of their own codes in high precision
-    random numbers  of stochastic rounding with those of the previous step
+    random numbers  of stochastic rounding with the random numbers of the previous step
 
 The last three are compared for at most LAYERS layers per check, other layers at the next check.
 Measures and limits are those used by blame (`recast`, `measure`). In sound runs all differences are

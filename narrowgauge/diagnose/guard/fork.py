@@ -35,7 +35,7 @@ class Fork:
     ) -> Fork:  # fmt: skip
         """Copies the present state.
 
-        optimizer  one of torch's or narrowgauge's, or a list of them
+        optimizer  an optimizer of torch or narrowgauge, or a list of optimizers
         where      "host" for host memory, or a folder on a disk
         also       further objects that a step changes: schedulers, averaged models,
                    torch.Generators, anything with `state_dict` and `load_state_dict`

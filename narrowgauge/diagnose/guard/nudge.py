@@ -1,7 +1,7 @@
 """Control for replays of identical batches: weights changed in their last bit.
 
 Reversed rows are no control under dropout, because the masks then fall on other rows: their
-differences of 0.0005 to 0.0031 nats hide those of a recipe (docs/log.md).
+differences of 0.0005 to 0.0031 nats hide the differences of a recipe (docs/log.md).
 """
 
 from __future__ import annotations

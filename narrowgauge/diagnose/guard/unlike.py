@@ -3,9 +3,9 @@
 Unlike = {"layers.1.up_proj:output": (kind, detail)}       by layer and GEMM
 
 stale    weight codes that are not a cast of the current weight
-uncast   codes of x or gy that are not a cast of it: another scale, another factor, missing rows
+uncast   codes of x or gy that are not its cast: another scale, another factor, missing rows
 kernel   a result further from the product of its own codes than rounding explains
-stuck    the random numbers of stochastic rounding repeat those of the previous step
+stuck    stochastic rounding repeats the random numbers of the previous step
 
 Imports no torch, as `evidence`.
 """

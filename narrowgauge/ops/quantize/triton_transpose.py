@@ -3,7 +3,7 @@
     amax           largest magnitude of a tensor: PARTS programs iterate over it and store a maximum
                    each
     maxima         largest magnitude of each row and each column of x, from one read
-    cast_both      casts with the scales of these maxima, and writes the codes of x, of x.T, or of
+    cast_both      casts with scales from the maxima, and writes the codes of x, of x.T, or of
                    both
     amax_and_cast  the largest magnitudes and then the cast in one launch; programs wait for each
                    other in between

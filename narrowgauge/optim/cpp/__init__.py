@@ -1,1 +1,1 @@
-"""The optimizer step in C++ for CPUs."""
+"""Optimizer step in C++ for CPUs."""

@@ -1,9 +1,9 @@
-"""The compiled backend on the CPU: step.cpp, built once per machine (see `ops.cpp.build`).
+"""The compiled CPU backend: step.cpp, built once per machine (see `ops.cpp.build`).
 
-Plain C++ in a shared library and not torch.compile, because one library serves all shapes, formats and rules, builds in
-seconds, computes the same bits as the definition in `step` (Inductor may contract and reorder), and can be kept: in
-$XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), under a name made of the source, the flags, the compiler and the processor.
-Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share of the tiles.
+Plain C++ in a shared library has four advantages over torch.compile. One library serves all shapes,
+formats and rules. It builds in seconds. It is bit-identical to the definition in `step`, while
+Inductor may contract and reorder. It can be cached: in $XDG_CACHE_HOME/narrowgauge
+(~/.cache/narrowgauge), with a name made of the source, the flags, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Job(ctypes.Structure):
 
 @cache
 def refuse() -> str:
-    """Why the compiled backend cannot be used here, or ''. A build that fails is not tried again."""
+    """Reason why the compiled backend is unavailable, or ''. A failed build is not tried again."""
     try:
         _library()
     except BackendError as error:
@@ -62,7 +62,10 @@ def refuse() -> str:
 
 
 def step(param_steps: Sequence[ParamStep]) -> None:
-    """All steps, on as many threads as torch uses. Raises BackendError if there is no compiler."""
+    """Compute all steps, on as many threads as torch uses.
+
+    Raises BackendError if there is no compiler.
+    """
     if dry_run_on() is not None:
         return
     library = _library()
@@ -70,11 +73,17 @@ def step(param_steps: Sequence[ParamStep]) -> None:
     shared: dict[int, _Constants] = {}
     jobs = (_Job * len(param_steps))(*(_job(each, shared) for each in param_steps))
     count = build.parts(sum(each.elements for each in param_steps))
+    # Python threads suffice: a ctypes call releases the GIL, and each thread steps its share of
+    # tiles.
     build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(param_steps), k, count))
 
 
 def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
-    """The step as the library reads it. What stays the same from step to step is made once; `shared` keeps the constants."""
+    """Return the C struct of a step.
+
+    The constant part is built once and cached in `param_step.native`. `shared` keeps the constants
+    alive during the call.
+    """
     if param_step.native is None:
         rows, columns = param_step.weight.shape
         param_step.native = _Job(
@@ -92,6 +101,7 @@ def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
         constants = shared[id(c)] = _Constants(*numbers, rules.number(param_step.rule), c.nesterov)
     job.gradient, job.gradient_dtype = address(gradient), DTYPES[gradient.dtype]
     job.noise, job.constants = param_step.noise_key, ctypes.addressof(constants)
+    # The key costs a hash per parameter and step, so it is computed only if the weight draws noise.
     if param_step.master_kind is not None:
         job.weight_noise = param_step.weight_noise_key
     return job
@@ -108,5 +118,6 @@ def _library() -> ctypes.CDLL:
     library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), _L, _L, _L)
     library.narrowgauge_step.restype = None
     library.narrowgauge_job_bytes.restype = _L
+    # Both sides declare the struct, so its sizes must agree.
     assert library.narrowgauge_job_bytes() == ctypes.sizeof(_Job)
     return library

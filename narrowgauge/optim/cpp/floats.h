@@ -1,4 +1,5 @@
-// Elements: random bits, 16-bit floats of weights and gradients, and narrow floats by their bits.
+// Scalar elements: random bits, 16-bit floats of weights and gradients, and small floats by their
+// bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -22,7 +23,8 @@ inline uint32_t noise16(uint32_t key, uint32_t index) {
 }
 inline float uniform(uint32_t bits16) { return (float(int32_t(bits16)) + 0.5f) * 0x1p-16f; }
 
-// 16-bit floats of the weights and gradients: to nearest, ties to even, except where `away` is asked for.
+// 16-bit floats of weights and gradients: round to nearest, ties to even; `away`: ties away from
+// zero.
 inline uint16_t to_bfloat16(float x) {
   uint32_t bits = as_bits(x);
   uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -38,7 +40,7 @@ inline uint16_t to_bfloat16_stochastic(float x, uint32_t noise16) {
   return uint16_t(magnitude > 0x7F800000 ? 0x7FC0 : carried);
 }
 
-// Narrow floats by their bits. MANTISSA bits, exponent BIAS; values here are magnitudes. small_bits rounds down.
+// Magnitudes of small floats with MANTISSA bits and exponent bias BIAS. small_bits rounds down.
 template <int MANTISSA, int BIAS> inline uint32_t small_bits(float y) {
   const float normal = as_float(uint32_t(128 - BIAS) << 23);  // 2^(1 - BIAS)
   uint32_t of_normal = (as_bits(y) >> (23 - MANTISSA)) - (uint32_t(127 - BIAS) << MANTISSA);
@@ -55,19 +57,23 @@ template <int BIAS> inline float power_below(float y) {
   return as_float(std::max(as_bits(y) & 0x7F800000U, uint32_t(128 - BIAS) << 23));
 }
 template <int MANTISSA, int BIAS> inline float round_nearest(float y) {
+  // Adding and subtracting 1.5 * 2^23 units of the last kept bit rounds to nearest, ties to even.
   float shift = power_below<BIAS>(y) * (1.5f * float(1 << (23 - MANTISSA)));
   return (y + shift) - shift;
 }
 
-// The levels of dynamic4 and the middles between them, as in moments.py.
+// Levels of dynamic4 and their midpoints, as in moments.py.
 const float DYNAMIC_LEVELS[8] = {0.0f, 0.003f, 0.012f, 0.04f, 0.11f, 0.27f, 0.55f, 1.0f};
 const float DYNAMIC_BOUNDARIES[7] = {0.001500000013038516f, 0.007499999832361937f, 0.026000000536441803f, 0.07500000298023224f,
                                      0.1899999976158142f, 0.4099999964237213f, 0.7749999761581421f};
 
-// A code's signed level; and what finds a level in one comparison, since no octave holds two boundaries: for each octave from 2^-11 on
-// how many boundaries lie below it (as bits), and the one in it or infinity. The first stands for all below it, too.
+// Lookup tables of dynamic4. of_code: signed level of each code. No octave contains two midpoints,
+// so one comparison finds a level: below[i] is the number of midpoints under octave i (as bits),
+// from 2^-11 on, and boundary[i] the midpoint inside it, or infinity. Octave 0 also serves all
+// smaller numbers.
 struct LevelTables {
-  static constexpr int BELOW = 127 - 11;  // the biased exponent of the first octave
+  // Biased exponent of the first octave.
+  static constexpr int BELOW = 127 - 11;
   float of_code[16], below[16], boundary[16];
   LevelTables() {
     for (int i = 0; i < 16; i++) {
@@ -83,7 +89,7 @@ struct LevelTables {
 };
 const LevelTables level_tables;
 
-// y^(1/k) for the E4M3 numbers of 2^8 y, a row for each log2 k of -2 ... 2, as in moments.py.
+// y^(1/k) for E4M3 numbers of 2^8 y, one row per log2 k of -2 ... 2, as in moments.py.
 struct ExpansionTables {
   float fractions[5][8], subnormals[5][8], quarters[8];
   ExpansionTables() {
@@ -109,12 +115,15 @@ inline float from_float16(uint16_t code) {
 inline uint16_t to_float16(float x) {
   uint32_t sign = (as_bits(x) >> 16) & 0x8000;
   float y = std::fabs(x);
+  // 65520 is the midpoint between 65504 and 65536: from there on float16 is infinite.
   uint32_t finite = small_bits<10, 15>(round_nearest<10, 15>(y < 65520.f ? y : 0.f));
   return uint16_t((y < 65520.f ? finite : (y == y ? 0x7C00U : 0x7E00U)) | sign);
 }
 inline uint16_t to_float16_stochastic(float x, uint32_t noise16) {
   const float size = std::fabs(x), part = size * 0x1p24f, whole = std::floor(part);
   const float normal = as_float((as_bits(size) + (noise16 >> 3)) & ~0x1FFFU);
+  // Subnormal numbers have equal gaps of 2^-24, so a carry into the mantissa would have the wrong
+  // odds.
   const float subnormal = (uniform(noise16) < part - whole ? whole + 1.f : whole) * 0x1p-24f;
   const float y = size < 0x1p-14f ? subnormal : normal;
   return to_float16(size < INFINITY ? std::copysign(y, x) : x);

@@ -1,9 +1,11 @@
-// Sums of squares of gradients in float64, block by block, and the product of gradients with a number; see norm.py.
+// Sums of squares of gradients in float64 per block, and multiplication of gradients by a number;
+// see norm.py.
 //
-//     sums[b] = sum over the block of x^2        in 16 sums, one for each residue of the index, then from the first to the last
-//     x *= factor                                of blocks whose sum is not zero: the others hold zeros alone
+//     sums[b] = sum over block b of x^2    16 partial sums by index modulo 16, then added in order
+//     x *= factor                          in blocks with a nonzero sum: others contain only zeros
 //
-// A block is BLOCK elements of one tensor, or what is left of it, so that the sums do not depend on who computes which.
+// A block is BLOCK elements of one tensor or the rest of a tensor, so sums do not depend on the
+// number of threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,7 +24,8 @@ float load(const uint16_t* x) {  // bfloat16
 }
 
 void store(float* x, float value) { *x = value; }
-void store(uint16_t* x, float value) {  // to nearest, ties to even; NaN stays one
+// bfloat16, to nearest, ties to even; NaN stays NaN.
+void store(uint16_t* x, float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     *x = value != value ? uint16_t((bits >> 16) | 0x40) : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
@@ -48,7 +51,7 @@ void multiply(T* x, int64_t n, float factor) {
     for (int64_t i = 0; i < n; i++) store(x + i, load(x + i) * factor);
 }
 
-// The tensor that block b belongs to: starts[t] is its first block, ascending.
+// Index of the tensor that contains block b. starts[t] is the first block of tensor t, ascending.
 int64_t tensor_of(const int64_t* starts, int64_t tensors, int64_t b) {
     return std::upper_bound(starts, starts + tensors, b) - starts - 1;
 }

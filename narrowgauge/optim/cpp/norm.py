@@ -1,10 +1,12 @@
 """Norm and clipping of gradients on the CPU, in two passes over memory: norm.cpp.
 
-    square()      sum of squares in float64: of blocks of 4,096 elements, and of those; one read
-    multiply(c)   x = round(x c), as torch's product; one read and one write of the blocks that hold anything but zeros
+    square()      sum of squares in float64, over the sums of blocks of 4,096 elements; one read
+    multiply(c)   x = round(x c), as torch's product; one read and one write of blocks with nonzero
+                  elements
 
-The gradient of an embedding is nearly all zeros: rows of words that the batch does not have. torch takes a call for each tensor and each
-piece of one, and copies pieces to float64: 6 ms for the 22.7 million parameters of MiniLM on two threads, where one read takes 1.
+An embedding's gradient is nearly all zeros: rows of words that the batch does not contain. torch
+needs a call for each tensor and each piece of a tensor, and copies pieces to float64. That takes 6
+ms for the 22.7 million parameters of MiniLM on two threads, and one read takes 1 ms.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ LIBRARY = Library(
 
 
 class Blocks:
-    """Tensors as blocks. `of` gives None for what the kernel does not take."""
+    """Gradients as blocks of 4,096 elements.
+
+    `of` returns None for tensors that the kernel does not accept.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         counts = [-(-each.numel() // BLOCK) for each in tensors]
@@ -43,11 +48,12 @@ class Blocks:
         )
         self._given = [torch.tensor(list(each), dtype=torch.int64, device="cpu") for each in columns]
         self._sums = torch.zeros(self.count, dtype=torch.float64, device="cpu")
-        self._tensors = tensors  # whose memory is read
+        # Keeps the memory alive whose addresses the kernel gets.
+        self._tensors = tensors
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Blocks | None:
-        """Of dense float32 and bfloat16 tensors in the CPU's memory; those without elements are left out."""
+        """Build blocks from dense float32 and bfloat16 CPU tensors. Empty tensors are skipped."""
         tensors = [each for each in tensors if each.numel()]
         if (
             not tensors
@@ -58,19 +64,21 @@ class Blocks:
         ):
             return None
         fit = all(each.device.type == "cpu" and each.dtype in DTYPES and each.is_contiguous() for each in tensors)
+        # Zero tensors of autograd report a shape and dtype but have no memory.
         return cls(tensors) if fit and not any(map(torch._is_zerotensor, tensors)) else None
 
     def square(self) -> Tensor:
-        """0-d float64."""
+        """Sum of squares: 0-d float64."""
         return self.squares().sum()
 
     def squares(self) -> Tensor:
-        """float64 [blocks], in the order of the tensors."""
+        """Sums of squares: float64 [blocks], in the order of the tensors."""
         self._call("squares")
         return self._sums
 
     def multiply(self, factor: float) -> None:
-        """After `square`, in place."""
+        """Multiply the tensors by `factor`, in place; call `square` first."""
+        # The kernel skips blocks whose sum of squares, from `square`, is zero.
         self._call("multiply", factor)
 
     def _call(self, name: str, *more: float) -> None:

@@ -1,9 +1,11 @@
-// One optimizer step on the CPU: decode, update and encode a tile at a time, in buffers that stay in the first-level cache.
+// One optimizer step on the CPU: decodes, updates and encodes one tile at a time, in buffers that
+// fit in the L1 cache.
 //
-// The definition is step.py, rules.py and moments.py; this file computes the same bits. Hence no contraction into fused multiply-adds
-// (the flag -ffp-contract=off), no reassociation, and the order of every operation as written there. Moments and rules compute LANES
-// elements at a time in the compiler's own vectors, which become those of the processor (vectors.h). A tile takes two passes, one
-// that decodes and updates, and one that encodes by the scale that the first has found.
+// Reference definition: step.py, rules.py and moments.py; this file is bit-identical. So operations
+// are neither contracted into fused multiply-adds (-ffp-contract=off) nor reassociated, and have
+// the order of the definition. Moments and rules use vectors of LANES elements (vectors.h). A tile
+// takes two passes: the first decodes and updates, the second encodes with the scales that the
+// first has found.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -26,7 +28,8 @@ struct Moment {
   void* codes;
   uint16_t* scale;    // bfloat16, one per tile
   int8_t* expansion;  // log2 of the exponent, one per tile
-  int32_t kind, lowest, highest;  // lowest, highest: the expansions to choose from
+  // lowest, highest: range of the expansion.
+  int32_t kind, lowest, highest;
 };
 
 struct Constants {
@@ -36,7 +39,8 @@ struct Constants {
 
 struct Job {
   int64_t rows, columns, tile;
-  int64_t row_length, first_index;  // by which random numbers count elements: those of the whole parameter, of which this may be a shard
+  // Position of this shard in the whole parameter, by which random numbers count elements.
+  int64_t row_length, first_index;
   int32_t weight_dtype, gradient_dtype, master_kind;
   uint32_t noise, weight_noise;
   const Constants* constants;
@@ -47,8 +51,9 @@ struct Job {
   Moment first, second;
 };
 
-// Where a tile lies: its number, its first element, its first byte of 4-bit codes, and its first index counted by whole tiles
-// of the whole parameter: a multiple of BLOCK where a moment is narrow.
+// Position of a tile: its number, its first element, its first byte of 4-bit codes, and its first
+// index in the whole parameter, with rows rounded up to whole tiles. The index is a multiple of
+// BLOCK if a moment is quantized.
 struct Place {
   int64_t tile, element, packed, index;
 };
@@ -70,17 +75,20 @@ void narrow(const float* x, void* target, int dtype, int64_t at, int n, bool awa
 
 // ---- scales -------------------------------------------------------------------------------------------------------------
 
-uint32_t amax_bits(const float* x, int n) {  // integer order of the bits is the order of magnitudes, and NaN comes last
+// The bits of magnitudes have the order of the magnitudes, and NaN is the largest.
+uint32_t amax_bits(const float* x, int n) {
   int32_t most = 0;
   for (int i = 0; i < n; i++) most = std::max(most, int32_t(as_bits(x[i]) & 0x7FFFFFFF));
   return uint32_t(most);
 }
-float scale_from(uint32_t amax, uint32_t dropped) {  // rounded up to the kept bits, at least 2^-94; NaN above 2^126
+// Rounded up to the kept bits, at least 2^-94; NaN above 2^126.
+float scale_from(uint32_t amax, uint32_t dropped) {
   if (amax > 253U << 23) return as_float(0x7FC00000U);
   uint32_t bits = (amax + dropped) & ~dropped;
   return as_float(std::max(bits, 33U << 23));
 }
-// The expansion that spreads the tile's magnitudes, `least` the smallest but 0, over the format's 14 octaves of normal numbers below 2^8.
+// log2 k of a tile: the largest with which its magnitudes (`least`: smallest nonzero) fit the 14
+// octaves of normal E4M3 numbers below 2^8.
 int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
   if (amax == 0 || amax >= 0x7F800000U) return 0;
   float octaves = float(int32_t(amax - least) >> 23) + 2.f;
@@ -89,19 +97,25 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
   return log_k;
 }
 
-// ---- moments: moments.py has the formats ----------------------------------------------------------------------------------
+// ---- moments: moments.py has the formats ----
 //
-// A format is a struct made for one tile, of its scale and its expansion. It works on a BLOCK of elements, which is PARTS vectors:
-//   decode(codes, x)                     x from the first byte of the block's codes
+// A format is a struct for one tile, built from its scale and expansion. It works on a BLOCK of
+// elements, which is PARTS vectors:
+//
+//   decode(codes, x)   x from the first byte of the block's codes
 //   encode<DRAWS>(codes, x, random, decays, kept)
-//                                        writes the codes of x, and in `kept` the numbers that they stand for (first moments alone).
-//                                        The scale is at least the amax of the tile. random: 16 bits each. decays: masks as `saturated`
-//                                        packs them. DRAWS: a first moment is rounded stochastically, too
-// One that works on vectors has decode_vector and encode_vector, and takes the loop over a block from ByVector.
+//                      writes the codes of x, and for first moments their decoded values in `kept`.
+//                      The scale is at least the amax of the tile. random: 16 bits per element.
+//                      decays: masks packed by `saturated`.
+//                      DRAWS: a first moment is rounded stochastically too
+//
+// Formats on single vectors have decode_vector and encode_vector; ByVector loops over a block.
 
 struct Format {
-  static constexpr bool IS_NARROW = true, EXPANDS = false, DECAYS = true;  // DECAYS: encode reads where a first moment only decays
-  F scale, inverse, finite_scale;  // the last is 0 for NaN
+  // IS_NARROW: quantized. DECAYS: encode reads where a first moment only decays.
+  static constexpr bool IS_NARROW = true, EXPANDS = false, DECAYS = true;
+  // inverse and finite_scale are 0 for a NaN scale.
+  F scale, inverse, finite_scale;
   int log_k;
   Format(float scale, int log_k)
       : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), finite_scale(all(scale == scale ? scale : 0.f)), log_k(log_k) {}
@@ -127,7 +141,8 @@ struct None : Format {
   using Format::Format;
 };
 
-struct Wide : Format {  // in place: there is nothing to decode
+// float32, updated in place without decoding.
+struct Wide : Format {
   static constexpr bool IS_NARROW = false;
   static constexpr int BITS = 32;
   using Format::Format;
@@ -136,14 +151,15 @@ struct Wide : Format {  // in place: there is nothing to decode
   }
 };
 
-// A code is the upper half of the float32 itself, shifted and counted from the exponent of the scale, which is a power of two. So
-// both ways take 16-bit whole numbers, two vectors of float32 at once. A product with the scale gives the same bits: no number that
-// a code above 0 stands for is below 2^-125.
+// A code is the upper half of the float32, shifted, minus the exponent of the scale (a power of
+// two). Both directions therefore use 16-bit integers, two float32 vectors at once. Multiplication
+// by the scale would give the same bits: codes above 0 never represent numbers below 2^-125.
 struct SignedE5M2 : Format {
   static constexpr bool DECAYS = false;
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
-  H base, poison;  // the code of a magnitude is its upper half >> 5, less `base`; poison: NaN, or 0
+  // Code of a magnitude: its upper half >> 5, minus `base`. poison: NaN for a NaN scale, else 0.
+  H base, poison;
   SignedE5M2(float scale, int log_k)
       : Format(scale, log_k), base(shorts(int16_t(4 * int(as_bits(scale) >> 23) - 127))), poison(shorts(scale == scale ? 0 : 0x7FC0)) {}
   void decode(const uint8_t* codes, F* x) const {
@@ -158,7 +174,8 @@ struct SignedE5M2 : Format {
       for (int p = 0; p < PARTS; p++) drawn[p] = value(bits(magnitude(x[p])) + I(random[p] * 32) + 16);
       size = upper(drawn);
     } else {
-      I few[PARTS];  // random bits for the five that the upper halves drop
+      // Random bits for the five bits that the upper halves drop.
+      I few[PARTS];
       for (int p = 0; p < PARTS; p++) few[p] = I(random[p] & 31);
       size = (seen & INT16_MAX) + saturated(few);
     }
@@ -168,7 +185,8 @@ struct SignedE5M2 : Format {
   }
 };
 
-struct Tapered : Format {  // the logarithm of a distance in octaves, see moments.py
+// Logarithm of a distance in octaves, see moments.py.
+struct Tapered : Format {
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
   static constexpr int DISTANCE = (127 + 5) << 23, SHIFT = 17, TOP = ((127 + 25) << (23 - SHIFT)) + 16 + 255;
@@ -184,27 +202,32 @@ struct Tapered : Format {  // the logarithm of a distance in octaves, see moment
     I code[PARTS], size[PARTS];
     for (int p = 0; p < PARTS; p++) {
       const F distance = to_float(DISTANCE - bits(x[p] * inverse));
-      // TOP - ((bits(distance) + (0xFFFF - random) * 2 + 1) >> SHIFT)
+      // Equals TOP - ((bits(distance) + (0xFFFF - random) * 2 + 1) >> SHIFT), with fewer
+      // operations.
       code[p] = (I(random[p] * 2) + (TOP << SHIFT) - bits(distance)) >> SHIFT;
       size[p] = bits(x[p]);
     }
-    store_bytes(codes, larger(saturated(code), smaller(saturated(size), shorts(1))));  // at least 1 for what is not 0
+    // At least 1 for x > 0: a zero under the square root would make a huge step.
+    store_bytes(codes, larger(saturated(code), smaller(saturated(size), shorts(1))));
   }
 };
 
-// E4M3 of 2^8 t^k; k is 1 where it does not EXPAND. Of a power that is 1 the tables hold the numbers of E4M3 themselves.
+// E4M3 of 2^8 t^k. k is 1 unless EXPANDED. For k = 1 the tables would hold the E4M3 numbers
+// themselves, so `share` computes them without a lookup.
 template <bool SIGNED, bool EXPANDED> struct Small : ByVector<Small<SIGNED, EXPANDED>, 8> {
   static constexpr bool EXPANDS = EXPANDED;
   static constexpr uint32_t DROPS = 0x7FFFFF;
   using Base = ByVector<Small<SIGNED, EXPANDED>, 8>;
   using Base::Base, Base::log_k, Base::scale, Base::inverse, Base::finite_scale;
-  F share(I code) const {  // the code without its sign
+  // Decodes a magnitude to x / scale.
+  F share(I code) const {
     if (!EXPANDS || log_k == 0) {
       const F subnormal = to_float(code) * 0x1p-17f;
       return code < 8 ? subnormal : value((code << 20) + (112 << 23));
     }
     const ExpansionTables& tables = expansion_tables;
-    const I octaves = ((code >> 3) - 15) << (2 - log_k);  // in quarters
+    // In units of a quarter octave.
+    const I octaves = ((code >> 3) - 15) << (2 - log_k);
     F normal = lookup8(tables.fractions[log_k + 2], code & 7);
     if (log_k > 0) normal = normal * lookup8(tables.quarters, octaves & 3);
     return code < 8 ? lookup8(tables.subnormals[log_k + 2], code & 7) : normal * value(((octaves >> 2) + 127) << 23);
@@ -278,7 +301,8 @@ struct Dynamic4 : ByVector<Dynamic4, 4> {
     const F share = magnitude(x) * inverse;
     const I octave = larger((bits(share) >> 23) - LevelTables::BELOW, integers(0));
     I code = bits(lookup16(level_tables.below, octave)) - (share > lookup16(level_tables.boundary, octave));
-    code += (DRAWS ? integers(-1) : decays) & (share < lookup8(DYNAMIC_LEVELS, code));  // the level below
+    // Masks are -1: this steps down to the level below.
+    code += (DRAWS ? integers(-1) : decays) & (share < lookup8(DYNAMIC_LEVELS, code));
     if (DRAWS) {
       const F from = lookup8(DYNAMIC_LEVELS, code), to = lookup8(DYNAMIC_LEVELS, smaller(code + 1, integers(7)));
       code -= from + uniform(random) * (to - from) < share;
@@ -302,16 +326,19 @@ struct Linear4 : ByVector<Linear4, 4> {
   }
 };
 
-// ---- rules: rules.py has the equations ------------------------------------------------------------------------------------
+// ---- rules: rules.py has the equations ----
 //
-// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: m or v is narrow. Returns the lag, by which
-// the second pass corrects w for the rounding of m where the rule LAGS.
+// step(w, g, m, v, decays) updates w, m and v, and sets `decays` where m is clamped. HOLDS: m or v
+// is quantized, so m is clamped. Returns the lag by which the second pass corrects w for the
+// rounding of m, if the rule LAGS.
 
-// A step of AdamW whose first moment is narrow is in two halves, one in each pass: a root of v, then the quotient by it, whose latencies
-// hide behind other work so. `moments` returns the root, and in `lag` what the rate is multiplied by for the lag.
+// With a quantized first moment, AdamW is split between the passes: sqrt(v) in the first, the
+// quotient in the second. Their latencies then overlap with other work. `moments` returns the root
+// and sets `lag` to the factor of the rate.
 
 template <bool HOLDS> struct AdamW {
   static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false, HALVES = true;
+  // Without this split the first pass waited for a root and then a quotient, half of its time.
   static F moments(const Constants& c, F g, F& m, F& v, I& decays, F& lag) {
     m = m + c.one_minus_beta1 * (g - m);
     v = v * c.beta2 + c.one_minus_beta2 * g * g;
@@ -348,7 +375,8 @@ struct Lion {
 };
 
 struct Sgd {
-  static constexpr bool LAGS = true, DRAWS = false, SUMS = true, HALVES = false;  // gradients, not their average
+  // SUMS: m is a sum of gradients, not an average.
+  static constexpr bool LAGS = true, DRAWS = false, SUMS = true, HALVES = false;
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F d = g + c.decay * w;
     m = m * c.beta1 + d;
@@ -377,7 +405,8 @@ void load_weight(const Job& job, const Place& at, int n, float* w) {
   }
   narrow(wide, half, job.weight_dtype, 0, n, true);
   widen(half, job.weight_dtype, 0, n, seen);
-  for (int i = 0; i < n; i++) w[i] = seen[i] == w[i] ? wide[i] : w[i];  // a weight written since is taken over
+  // A difference means that someone wrote the weight since the last step, so the weight wins.
+  for (int i = 0; i < n; i++) w[i] = seen[i] == w[i] ? wide[i] : w[i];
 }
 
 void store_weight(const Job& job, float* w, const Place& at, int n) {
@@ -392,6 +421,7 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
       if (scale != scale) std::fill(w, w + n, 0.f);  // a poisoned tile: its scale says so
       for (int i = 0; i < n; i++) {
         float y = std::min(std::fabs(w[i]) * inverse, 1.f) * 0x1p15f;
+        // gap is a power of two, so the division is exact.
         float gap = power_below<15>(y) * 0x1p-10f, part = y / gap, whole = std::floor(part);
         y = (uniform(noise16(noise, start + i)) < part - whole ? whole + 1.f : whole) * gap;
         codes[i] = uint16_t(small_bits<10, 15>(y) | (as_bits(w[i]) >> 16 & 0x8000));
@@ -417,8 +447,8 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
   narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);
 }
 
-// Asks for the lines of `bytes` bytes while the tile before them is computed: the gaps between the loops over a tile's
-// streams are too long for the processor's own prefetching.
+// Prefetches the next tile during the computation of this one. The hardware prefetcher loses the
+// streams in the gaps between the loops of a tile.
 inline void prefetch(const void* start, int64_t offset, int64_t bytes) {
   const char* from = static_cast<const char*>(start) + offset;
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
@@ -439,7 +469,8 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
 
 // ---- a tile -------------------------------------------------------------------------------------------------------------
 
-// The bits of the largest of magnitudes, NaN being the largest of all, whatever its sign; and of the smallest but 0.
+// Bits of the largest magnitude, with NaN of either sign as the largest, and of the smallest
+// nonzero magnitude.
 template <class FORMAT> struct Extent {
   U largest = U{}, smallest = ~U{};
   void see(F size) {
@@ -452,19 +483,21 @@ template <class FORMAT> struct Extent {
     for (int l = 0; l < LANES; l++) found = std::max(found, largest[l]);
     return found & 0x7FFFFFFF;
   }
-  uint32_t least() const {  // 0x7F800000 where all are 0
+  // 0x7F800000 if all are 0.
+  uint32_t least() const {
     uint32_t found = 0x7F7FFFFF;
     for (int l = 0; l < LANES; l++) found = std::min(found, smallest[l]);
     return found + 1;
   }
 };
 
-// A tile between its two passes: both moments as float32, what their scales are chosen by, the weights in float32, the lag of each,
-// and where the first moment only decays, as `saturated` packs the masks of a block.
+// A tile between its two passes: float32 moments, their extents (for the scales), float32 weights,
+// the lag of each weight, and masks of decaying first moments, packed by `saturated`.
 template <class FIRST, class SECOND> struct Updated {
   Place at;
   int n;
-  float* w;  // the memory of the weights, or `weights`
+  // Points into the parameter if it is float32, else to `weights`.
+  float* w;
   alignas(64) float m[TILE], v[TILE], lag[TILE], root[TILE], weights[TILE];
   alignas(64) int16_t decays[TILE];
   Extent<FIRST> of_first;
@@ -478,13 +511,14 @@ template <class FORMAT> uint8_t* codes_of(const Moment& q, const Place& at) {
   return static_cast<uint8_t*>(q.codes) + (FORMAT::BITS == 4 ? at.packed : at.element * (FORMAT::BITS / 8));
 }
 
-// A last vector that is not whole works on copies, whose end is zero. Bytes of `count` elements; the odd half byte stays 0.
+// A partial last vector works on zero-padded copies. Copies the bytes of `count` elements; the
+// unused half byte of an odd count stays 0.
 template <int BITS> void copy_codes(uint8_t* to, const uint8_t* from, int count) {
   std::memcpy(to, from, (count * BITS + 7) / 8);
   if (BITS == 4 && count % 2) to[count / 2] &= 0xF;
 }
 
-// The format by which x, a tile, is encoded, of the scale that its extent asks for; keeps the scale.
+// Chooses the scale for tile x from its extent, stores it, and returns the format for encoding.
 template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, float* x, const Extent<FORMAT>& extent) {
   if constexpr (FORMAT::IS_NARROW) {
     const uint32_t amax = extent.most();
@@ -498,14 +532,16 @@ template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, floa
   return FORMAT(1.f, 0);
 }
 
-// The second pass of a tile: its codes by the scales that the first has found, and the weights corrected for the rounding of the first
-// moment; the end of a last vector that is not whole is zero. Both moments in one loop: a root of one hides behind the bits of the other.
+// Second pass of a tile: writes codes with the scales of the first pass, and corrects the weights
+// for the rounding error of m. Padding of a partial last vector is zero. Both moments share a loop:
+// the square roots of one overlap with the integer work of the other.
 template <class RULE, class FIRST, class SECOND> void encode(const Job& job, const Constants& c, Updated<FIRST, SECOND>& tile) {
   constexpr bool HALVES = RULE::HALVES && FIRST::IS_NARROW;
   bool steps = HALVES;
   if constexpr (HALVES) {
     const float scale = scale_from(tile.of_first.most(), FIRST::DROPS);
-    if (scale != scale) {  // a poisoned tile, whose first moment is zeros from here on, steps by what it was
+    // A non-finite tile steps now with its old first moment, which is zeros from here on.
+    if (scale != scale) {
       for (int i = 0; i < tile.n; i++) tile.w[i] = tile.w[i] * c.decay + tile.m[i] * RULE::rate(c, tile.root[i]);
       steps = false;
     }
@@ -551,7 +587,7 @@ template <class RULE, class FIRST, class SECOND> void encode(const Job& job, con
   }
 }
 
-// The first pass of a tile.
+// First pass of a tile: decodes, updates, and measures the extents.
 template <class RULE, class FIRST, class SECOND>
 void update(const Job& job, const Constants& c, const Place& at, int n, float* weights, const float* gradients,
             Updated<FIRST, SECOND>& tile) {
@@ -612,7 +648,8 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
     if (FIRST::BITS == 32) std::memcpy(a_at, a, rest * sizeof(float));
     if (SECOND::BITS == 32) std::memcpy(b_at, b, rest * sizeof(float));
   }
-  if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
+  // The scale of a tile that decays as a whole follows the decay, so its codes may stay.
+  if constexpr (FIRST::BITS == 4) {
     bool all_of_tile = true;
     for (int l = 0; l < LANES; l++) all_of_tile &= all_decay[l] != 0;
     if (all_of_tile) std::fill(tile.decays, tile.decays + TILE, int16_t(0));
@@ -620,13 +657,15 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
   tile.at = at, tile.n = n, tile.of_first = of_first, tile.of_second = of_second;
 }
 
-// Tiles `from` to `to`. A tile's second pass comes after the first one of the next: its scale is known by then, and the processor
-// computes both at once.
+// Steps tiles `from` to `to`. The second pass of a tile follows the first pass of the next tile:
+// its scale is known by then, and the processor overlaps both.
+// Tried without gain: prefetching two tiles ahead, prefetching for writing, -O2, unrolling.
 template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job, int64_t from, int64_t to) {
   constexpr bool NARROW = FIRST::IS_NARROW || SECOND::IS_NARROW;
   Updated<FIRST, SECOND> updated[2];
   float g_buffer[TILE];
-  const Constants c = *job.constants;  // apart from the memory that is written
+  // A local copy: the compiler would reload constants that written memory could alias.
+  const Constants c = *job.constants;
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
   const auto finish = [&](Updated<FIRST, SECOND>& tile) {
@@ -638,7 +677,8 @@ template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job,
     const int64_t index = job.first_index + row * job.row_length + column;
     const Place at{t, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, index};
     const int n = int(std::min(job.tile, job.columns - column));
-    prefetch_tile(job, at.element + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
+    // After the last tile this prefetches unused addresses, which is harmless.
+    prefetch_tile(job, at.element + n, job.tile);
     Updated<FIRST, SECOND>& tile = updated[t % 2];
     float* w = tile.w = direct ? static_cast<float*>(job.weight) + at.element : tile.weights;
     const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : g_buffer;
@@ -689,7 +729,7 @@ Step step_of(const Job& job) {
 
 extern "C" int64_t narrowgauge_job_bytes() { return sizeof(Job); }
 
-// Part `part` of `parts` of every job: a run of whole tiles, so that threads share nothing.
+// Steps part `part` of `parts` of every job: a run of whole tiles, so threads share no data.
 extern "C" void narrowgauge_step(const Job* jobs, int64_t count, int64_t part, int64_t parts) {
   for (int64_t j = 0; j < count; j++) {
     const Job& job = jobs[j];

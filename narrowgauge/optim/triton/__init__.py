@@ -1,1 +1,1 @@
-"""The optimizer step in Triton for GPUs."""
+"""Optimizer step in Triton for GPUs."""

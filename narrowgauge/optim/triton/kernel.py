@@ -1,22 +1,29 @@
-"""One optimizer step of many tensors in one launch of a Triton kernel: decode, update and encode in registers; see `launch`.
+"""One optimizer step of many tensors in one Triton launch; see `launch`.
 
-A program takes T tiles of TILE elements of one tensor, in the order of its rows: tile t begins in row t // tiles, and a row's last tile
-may be short. Which tensor that is stands in `which`, and where its parts lie in a line of `table`. Every number of a state is read
-once and written once, and none is ever float32 in memory. Elements are counted in int64.
+A program steps T tiles of TILE elements of one tensor, in the order of its rows. Tile t begins in
+row t // tiles, and a row's last tile may be short. It decodes, updates and encodes in registers.
+Each number of a state is read once and written once. Quantized states never exist as float32 in
+memory.
 
-    which   int32 [programs]         the line of a program
-    table   int64 [lines, FIELDS]  what stays from step to step: see `launch.Batch`
-    step_args   int64 [HEAD + lines]     what a step brings: key of the noise, eleven float32 as bits, addresses of gradients
-    tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
-    left_out  int64 [2] or None      whether this step is left out; how many before it were that its numbers count, see `optim.left_out`:
-                                     so many times HEAD before step_args stand the numbers that count them not
+    which      int32 [programs]         line of `table` for each program
+    table      int64 [lines, FIELDS]    addresses and sizes of a tensor, see `launch.Batch`
+    step_args  int64 [HEAD + lines]     noise key of the step, eleven float32 as bits, addresses of
+               gradients
+    tables     float32 [84]             constants of the expanded E4M3, see
+               `moments.expansion_tables`
+    left_out   int64 [2] or None        1 if this step is skipped; number n of skipped earlier
+               steps, see `optim.left_out`. The constants for n skipped steps lie n HEAD entries
+               before step_args
 
-The order of operations is that of `rules`, without contraction, with square roots and quotients correctly rounded.
+The order of operations is the order of `rules`, without contraction, with correctly rounded square
+roots and quotients.
 
-Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
-its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.precast_weight`. `foresee` runs before.
-For the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
-the programs that follow it, down a band of BAND rows, complete the sector while the second-level cache has them.
+Casts of new weights (F.casts). If a Linear multiplies by the weight in 8 bits, the program also
+writes the amax of the weight that it holds in registers. With delayed scaling it writes the codes
+in both orientations too; see `ops.quantize.precast_weight`. `foresee` runs before. For the codes of
+w.T a program steps T rows of one column of tiles instead of T tiles of a row, and writes T adjacent
+bytes. The next programs down a band of BAND rows complete the memory sector while it is in the L2
+cache.
 """
 
 import triton
@@ -56,8 +63,11 @@ LION = tl.constexpr(1)
 
 AMAX = tl.constexpr(1)
 CODES = tl.constexpr(2)
-BAND = tl.constexpr(32)  # rows: a sector of w.T
-PARTS = tl.constexpr(64)  # places that programs share for the largest magnitude, see `ops.quantize.precast_weight`
+# Rows of a band: a column of w.T codes fills one 32-byte memory sector.
+BAND = tl.constexpr(32)
+# Programs spread their amax over PARTS addresses, so that atomics rarely collide; see
+# `ops.quantize.precast_weight`.
+PARTS = tl.constexpr(64)
 
 
 @triton.jit
@@ -70,7 +80,7 @@ def _pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _read(address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """float32 from a tensor of DTYPE."""
+    """Load float32 values from a tensor of DTYPE."""
     if DTYPE == FLOAT32:
         x = tl.load(_pointer(address, tl.float32, ALIGNED) + offset, mask=mask, other=0.0)
     elif DTYPE == BFLOAT16:
@@ -83,7 +93,7 @@ def _read(address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _write(x, address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """x float32, which DTYPE holds, into a tensor of it."""
+    """Store x float32, already rounded to DTYPE, into a tensor of DTYPE."""
     if DTYPE == FLOAT32:
         tl.store(_pointer(address, tl.float32, ALIGNED) + offset, x, mask=mask)
     elif DTYPE == BFLOAT16:
@@ -94,19 +104,19 @@ def _write(x, address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr)
 
 @triton.jit
 def _away(x):
-    """x to the nearest bfloat16, ties away from zero, as float32; NaN stays."""
+    """Round x to the nearest bfloat16, ties away from zero, as float32; NaN stays."""
     return tl.where(x == x, number_of((bits_of(x) + 0x8000) & -65536), float("nan"))
 
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """A master as the weight that the model sees, as float32."""
+    """Round a master to the model's weight dtype, as float32."""
     return _away(x) if DTYPE == BFLOAT16 else x.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
-    """The float32 weight to work on, as `masters.load` has it."""
+    """Load the float32 weight to update, as `masters.load` does."""
     seen = _read(tl.load(line + 4), offset, mask, F.weight, F.aligned)
     if F.master == MASTER_FP32 or F.master == MASTER_FP16:
         if F.master == MASTER_FP32:
@@ -126,7 +136,10 @@ def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
 
 @triton.jit
 def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.constexpr):
-    """The weight and what is kept beside it, as `masters.store` has it; noise int32, where the master rounds by it."""
+    """Store the weight and its master, as `masters.store` does.
+
+    noise: int32, read by stochastic kinds.
+    """
     if F.master == STOCHASTIC and F.weight == FLOAT16:
         size = tl.abs(x)
         normal = number_of((bits_of(size) + (noise >> 3)) & -8192)
@@ -160,8 +173,9 @@ def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.conste
 
 @triton.jit
 def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
-    """The codes of w and of w.T by the scale that the next step will use, if it is known."""
-    C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
+    """Store the codes of w and of w.T with the scale of the next step, if it is known."""
+    # A local constexpr: Triton before 3.9 does not accept the bare attribute as an argument.
+    C: tl.constexpr = F.cast
     amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
     if amax > 0:
         scale = scale_of(amax.to(tl.int32, bitcast=True), C)
@@ -172,13 +186,15 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
         if F.turns_aligned:
             length = tl.multiple_of(length, 16)
         place = column * length + row[None, :]
+        # A bound that the compiler does not know to be a multiple of 16 turned 16-byte stores into
+        # 16 single bytes.
         there = (column < columns) & (row < length)[None, :]
         tl.store(_pointer(tl.load(line + 15), tl.uint8, F.turns_aligned) + place, tl.trans(codes), mask=there)
 
 
 @triton.jit
 def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """`rules`: (weight, first moment, second moment, where the first only decays, the lag)."""
+    """Update rule: (weight, first moment, second moment, decays, lag); see `rules`."""
     decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
     step_size = _constant(step_args, 5)
     decays = tl.abs(g) * 4.0 <= tl.abs(m)
@@ -189,9 +205,11 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
         root = tl.sqrt_rn(v)
         bottom = root * _constant(step_args, 6) + _constant(step_args, 4)
         if FIRST.kind != WIDE or SECOND.kind != WIDE:
+            # div_rn and sqrt_rn: Triton's plain operators compile to approximations on NVIDIA GPUs.
             rate = tl.div_rn(tl.zeros_like(root) + step_size, bottom)
             lag = rate * tl.where(decays, _constant(step_args, 10), _constant(step_args, 9))
             limit = root * _constant(step_args, 8)
+            # A NaN compares as False, so it is not clamped and stays visible.
             held = tl.abs(m) > limit
             m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
             decays = decays | held
@@ -200,6 +218,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
             w = w * decay + tl.div_rn(m * step_size, bottom)
     elif F.rule == LION:
         direction = m + (g - m) * one_minus_beta1
+        # NaN stays NaN, unlike in a sign function.
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
         w = w * decay + sign * step_size
         m = m + (g - m) * one_minus_beta2
@@ -220,7 +239,7 @@ def _constant(step_args, PLACE: tl.constexpr):
 
 @triton.jit
 def _bytes(place, F: tl.constexpr):
-    """Where the bytes of 4-bit codes lie, [T, TILE / 2] int64, and which there are."""
+    """Offsets of 4-bit code bytes, [T, TILE / 2] int64, and their mask."""
     row, begin, inside, columns = place[0], place[1], place[2], place[5]
     width = (columns + 1) // 2
     HALF: tl.constexpr = F.width // 2
@@ -232,7 +251,7 @@ def _bytes(place, F: tl.constexpr):
 
 @triton.jit
 def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
-    """A moment [T, TILE] as float32; zeros where there is no element. place: see `step`."""
+    """Load a moment [T, TILE] as float32, with zeros outside the tensor. place: see `step`."""
     TILES: tl.constexpr = F.tiles  # within a shape too
     TILE: tl.constexpr = F.tile
     inside, offset, mask, tile = place[2], place[3], place[4], place[6]
@@ -256,8 +275,11 @@ def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: t
             expansions = _pointer(tl.load(line + FIELD + 2), tl.int8, False)
             log_k = tl.load(expansions + tile, mask=inside, other=0).to(tl.int32)
         codes = tl.where(
-            mask, decode_moment(codes, scale, log_k, tables, M), 0.0
-        )  # what fills the last tile counts for nothing
+            mask,
+            decode_moment(codes, scale, log_k, tables, M),
+            0.0,
+            # Padding of the last tile must not change its scale.
+        )
     return codes
 
 
@@ -266,7 +288,11 @@ def _write_moment(
     x, noise, decays, line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr, DRAWS: tl.constexpr,
     LAGS: tl.constexpr
 ):  # fmt: skip
-    """Encodes and writes a moment. With LAGS it returns what rounding took from x, 0 in a poisoned tile; else zeros."""
+    """Encode and store a moment.
+
+    With LAGS it returns the rounding error x - decode(encode(x)), 0 in a non-finite tile; else
+    zeros.
+    """
     lost = tl.zeros_like(x)
     inside, offset, mask, tile = place[2], place[3], place[4], place[6]
     address = tl.load(line + FIELD)
@@ -276,13 +302,15 @@ def _write_moment(
         codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M, DRAWS)
         if LAGS:
             kept = decode_moment(codes & ((1 << M.bits) - 1), scale, log_k.to(tl.int32), tables, M)
+            # The decoded value is NaN in a non-finite tile.
             lost = tl.where(kept == kept, x - kept, 0.0)
         if M.bits == 16:
             tl.store(_pointer(address, tl.int16, F.aligned) + offset, codes.to(tl.int16), mask=mask)
         elif M.bits == 8:
             tl.store(_pointer(address, tl.int8, F.aligned) + offset, codes.to(tl.int8), mask=mask)
         else:
-            codes = tl.where(mask, codes, 0)  # an odd row ends in a nibble of zero
+            # A row of odd length ends in a half byte of zero.
+            codes = tl.where(mask, codes, 0)
             first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
             at, there = _bytes(place, F)
             tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
@@ -294,7 +322,10 @@ def _write_moment(
 
 @triton.jit
 def _own_tiles(first, per_row, total, F: tl.constexpr):
-    """(tile, row int32 [T], column of tiles, which there are) of this program; `first` is the tensor's first program."""
+    """(tile int32 [T], row int32 [T], column of tiles, mask) of this program.
+
+    first: the tensor's first program.
+    """
     program = tl.program_id(0) - first
     TILES: tl.constexpr = F.tiles  # within a shape too
     if F.casts == CODES:
@@ -318,13 +349,15 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 def _taken(
     line, number, step_args, head, tables, place, across, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
 ):
-    """Steps the tiles of this program: reads, updates and writes them. The weight as the model sees it, float32. place: see `step`."""
+    """Step the tiles of this program; return the rounded weight as float32. place: see `step`."""
     row, inside, offset, mask, tile = place[0], place[2], place[3], place[4], place[6]
 
     # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
     key = mix(tl.load(head).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
-    # Half of the place of each tile's first element in the whole parameter, as `noise_bits` counts; modulo 2^32.
-    if F.casts != 0:  # casts are left of whole parameters alone, and registers are dear
+    # Half of the index of each tile's first element in the whole parameter, modulo 2^32, as
+    # `noise_bits` counts.
+    # Only whole parameters get casts, so the shorter form is exact there. Registers are scarce.
+    if F.casts != 0:
         first = tile.to(tl.uint32) * (F.tile // 2)
     else:
         first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
@@ -335,6 +368,7 @@ def _taken(
     m = _read_moment(line, 7, place, tables, F, FIRST)
     v = _read_moment(line, 10, place, tables, F, SECOND)
     w, m, v, decays, lag = _updated(w, g, m, v, head, F, FIRST, SECOND)
+    # Both moments of an element share one random number, as in the definition.
     noise = noise_bits(key, first, within)
     LAGS: tl.constexpr = FIRST.has_scale and F.rule != LION
     lost = _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST, F.rule == LION, LAGS)
@@ -350,24 +384,28 @@ def _taken(
 
 @triton.jit
 def step(which, table, step_args, tables, left_out, F: tl.constexpr):
-    """See the module; F: a `launch.Form`."""
+    """Kernel of the step, see the module. F: a `launch.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * FIELDS
     columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
     WIDTH: tl.constexpr = F.width
-    FIRST: tl.constexpr = F.first  # as arguments, the bare attributes do not compile before Triton 3.9
+    # Local constexprs: bare attributes as arguments do not compile before Triton 3.9.
+    FIRST: tl.constexpr = F.first
     SECOND: tl.constexpr = F.second
-    if F.aligned:  # by no more than all types can load at once: threads then take the same elements of every tensor
+    # The divisor is the vector width that all dtypes can load at once: threads then hold the same
+    # elements of every tensor.
+    if F.aligned:
         columns = tl.multiple_of(columns, WIDTH)
     tile, row, across, inside = _own_tiles(tl.load(line).to(tl.int32), per_row, total, F)
     begin = across.to(tl.int64) * F.tile
+    # int64: element offsets of a large embedding exceed int32.
     row = row.to(tl.int64)
     column = begin[:, None] + tl.arange(0, F.tile)[None, :]
     mask = inside[:, None] & (column < columns)
     offset = row[:, None] * columns + column
 
-    # Where the elements lie: row, first column, presence of each tile [T]; place and presence of each element [T, TILE]; its row's
-    # length, and the tiles' numbers [T].
+    # Positions: row, first column, mask of each tile [T]; offset, mask of each element [T, TILE];
+    # row length; tile indices [T].
     place = (row, begin, inside, offset, mask, columns, tile)
 
     if left_out is None:
@@ -375,11 +413,13 @@ def step(which, table, step_args, tables, left_out, F: tl.constexpr):
     elif tl.load(left_out) == 0:
         head = step_args - tl.load(left_out + 1) * HEAD
         seen = _taken(line, number, step_args, head, tables, place, across, F, FIRST, SECOND)
-    else:  # the weight stays; where its cast is left, it is that of the weight as it is
+    # The step is skipped: its cast is the cast of the unchanged weight.
+    else:
         seen = _read(tl.load(line + 4), offset, mask, F.weight, F.aligned)
     if F.casts != 0:
         largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
         maxima = _pointer(tl.load(line + 16), tl.int32, True)
+        # The bits of magnitudes have the order of the magnitudes, so an integer maximum is exact.
         tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     if F.casts == CODES:
         # One column of tiles: the same in all of its rows.
@@ -389,10 +429,10 @@ def step(which, table, step_args, tables, left_out, F: tl.constexpr):
 
 @triton.jit
 def foresee(table, BLOCK: tl.constexpr):
-    """Ahead of `step`, a program for each line: what `step` adds to, and counts on.
+    """Prepare the cast of each weight before `step`; one program per line.
 
-    The largest magnitude of the last step is forgotten. With delayed scaling (the expected amax has an address) it is worked out which
-    amax the window will give once `roll_history` has ended this step.
+    Resets the amax of the last step. With delayed scaling (nonzero address of the expected amax),
+    computes the amax that the window will give after `roll_history` has ended this step.
     """
     line = table + tl.program_id(0).to(tl.int64) * FIELDS
     place = tl.arange(0, PARTS)

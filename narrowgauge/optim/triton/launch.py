@@ -1,17 +1,11 @@
-"""The optimizer step on NVIDIA GPUs: many tensors in one launch of the kernel in kernel.py, without waiting for the GPU.
+"""Launch of the Triton optimizer step: many tensors in one launch, without a host sync.
 
-Tensors of one Form (states, master, types, rule) whose group and step count are the same are a Batch and take one launch; a model with
-decayed matrices, undecayed vectors and float32 embeddings takes three. A launch for each tensor would cost more than the work on a tensor
-of a million elements, and a list of arguments ends at a few kilobytes; so addresses and sizes stand in a table on the GPU, written
-when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in `step_args`: a few
-kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
-
-Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
-E4M3 has 8 in a thread: with 16 it takes 254 of the 255 registers there are. So have narrow first moments in rows that cannot be loaded
-16 bytes at a time, whose rounding errors wait in registers until the weight is written, and a weight whose cast is left as well
-(`ops.quantize.precast_weight`) in such rows, in float32, or beside noise or a scaled master.
-Its programs are 8 rows of 256 elements, so runs of w.T are 8 bytes. Of 16 rows in 8 warps they would be 16, but with 160 to 200
-registers a thread such a program is alone on its multiprocessor. Not measured on a GPU yet.
+Tensors with the same Form (states, master, dtypes, rule), group and step count form a Batch and
+need one launch. A model with decayed matrices, undecayed vectors and float32 embeddings needs
+three. A launch per tensor would cost more than the work on a million elements, and kernel arguments
+end at a few kilobytes. So addresses and sizes are stored in a table on the GPU, written when a
+tensor is new. Step-dependent numbers (addresses of gradients, constants, noise key) are stored in
+`step_args`: a few kilobytes, sent from pinned memory in one copy per step, in stream order.
 """
 
 from __future__ import annotations
@@ -41,27 +35,41 @@ from narrowgauge.recipe import Window
 
 kernel = Kernels("narrowgauge.optim.triton.kernel")
 
+# 16 elements per thread: weight, gradient and two moments then take 64 registers.
 ELEMENTS, WARPS = 2048, 4
+# 8 elements per thread. Expanded E4M3 with 16 needs 254 of the 255 registers. Two other cases take
+# 8 as well. Quantized first moments in unaligned rows keep rounding errors in registers until the
+# weight is written. So do weight casts in unaligned rows, in float32, or beside noise or a scaled
+# master. Casting programs of 8 rows x 256 elements write 8-byte runs of w.T. 16 rows in 8 warps
+# would write 16 bytes, but at 160 to 200 registers a thread only one such program fits on a
+# multiprocessor. Not measured on a GPU yet.
 EXPANDING_ELEMENTS = 1024
-HEAD = 16  # whole numbers of step arguments before the addresses
-ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
-NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
-BAND = 32  # rows that programs of CODES take together, see the kernel
-HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
+# Integers of step arguments before the addresses; the kernel declares the same number.
+HEAD = 16
+# Bytes of an address, and elements of a row, that allow 16-byte loads.
+ALIGNMENT = 16
+# Parts of the weight's cast that the step writes.
+NOTHING, AMAX, CODES = range(3)
+# Rows that programs of CODES step together, see the kernel.
+BAND = 32
+# Launch sizes of the kernel `foresee`.
+HISTORY_BLOCK, HISTORY_WARPS = 1024, 4
 
 
 @dataclass(frozen=True)
 class Form:
-    """The constant of the kernel: everything about a tensor's step but its numbers and sizes.
+    """Compile-time constants of the kernel; sizes and step-dependent numbers are excluded.
 
     rule, nesterov          see `rules`
-    weight, gradient        numbers of dtypes: 0 float32, 1 bfloat16, 2 float16
+    weight, gradient        dtype numbers: 0 float32, 1 bfloat16, 2 float16
     master                  number of the master, see `masters.KINDS`
     tile, tiles             elements that share a scale; tiles of a program
-    shift                   how many elements of a shard's first block of random numbers another rank holds; 0 unless the weight draws them
-    aligned, width          whether loads of 16 bytes are possible, and how many elements of a row a thread then takes together
-    casts, cast             what is left of the weight's cast, and how its codes are made
-    turns_aligned           whether the codes of the transposed weight can be stored 16 bytes at a time
+    shift                   elements of a shard's first random block (16 elements) on another
+                            rank; 0 unless the weight is rounded stochastically
+    aligned, width          True if 16-byte loads are possible; consecutive elements per thread
+    casts, cast             NOTHING, AMAX or CODES; constants of the codes
+    turns_aligned           True if codes of the transposed weight can be stored 16 bytes at a
+                            time
     """
 
     rule: int
@@ -83,7 +91,10 @@ class Form:
 
 @cache
 def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
-    """The constants of a kind of step; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
+    """Return the Form of a kind of step; the same object for the same kind.
+
+    capability: compute capability of the GPU, which decides how codes are computed.
+    """
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
     casts = NOTHING
     if kind.cast is not None:
@@ -96,6 +107,8 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
         rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned, shift=kind.shift,
+        # A larger hint would give a thread 16 adjacent 8-bit codes, and so 16 adjacent float32
+        # weights: four loads 64 bytes apart.
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
         cast=constants_of(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
         turns_aligned=kind.turns_aligned and casts == CODES,
@@ -103,7 +116,10 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
 
 
 def form_of_step(param_step: ParamStep) -> Form:
-    """Kept with the step: working it out takes longer than all else that is done for a tensor at a step."""
+    """Return the Form of a step, cached in `param_step.native`.
+
+    Computing it takes longer than all other work for a tensor in a step.
+    """
     c, gradient = param_step.constants, param_step.gradient
     assert c is not None and gradient is not None
     if param_step.native is None:
@@ -118,7 +134,10 @@ def form_of_step(param_step: ParamStep) -> Form:
 
 
 def kind_of(param_step: ParamStep) -> Kind:
-    """What the kernel is compiled for, and checked with; of a step whose gradient and constants are known."""
+    """Return the Kind of a step whose gradient and constants are set.
+
+    The kernel is compiled for a kind and checked with it.
+    """
     first, second, stepped = param_step.first, param_step.second, param_step.stepped
     weight, gradient, c = param_step.weight, param_step.gradient, param_step.constants
     assert gradient is not None and c is not None
@@ -135,17 +154,34 @@ def kind_of(param_step: ParamStep) -> Kind:
 
 
 class Batch:
-    """Tensors that one launch steps, and what the GPU is told of them once.
+    """Tensors of one launch and their table on the GPU.
 
-    which  int32 [programs], table int64 [tensors, 24], each line
+        which  int32 [programs]          line of each program
+        table  int64 [tensors, 24]       one line per tensor:
 
-        0 first program   1 columns   2 tiles of a row   3 tiles   4 weight   5 master   6 its scale   7, 8, 9 codes, scale and
-        expansion of the first moment   10, 11, 12 of the second   13 what its number adds to the noise
+        0            first program
+        1            columns
+        2            tiles of a row
+        3            tiles
+        4            weight
+        5, 6         master and its scale
+        7, 8, 9      codes, scale and expansion of the first moment
+        10, 11, 12   codes, scale and expansion of the second moment
+        13           contribution of its noise number to the key
 
-    and where the cast of the weight is left, else zeros: 14, 15 codes of w and of w.T   16 largest magnitudes   17 amax to expect
-    18, 19 live and history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
+    With a cast of the weight, else zeros:
 
-    and of the whole parameter, whose elements random numbers count: 22 half the place of the first block of 16   23 tiles of a row
+        14, 15       codes of w and of w.T
+        16           amax, in parts
+        17           expected amax
+        18, 19       live and history of the amax window
+        20           number of history entries in use
+        21           factor of the amax (margin), float32 as bits
+
+    For random numbers, which count elements of the whole parameter:
+
+        22           half the index of the first block of 16 elements
+        23           tiles of a row of the whole parameter
     """
 
     def __init__(self, form: Form, param_steps: Sequence[ParamStep]) -> None:
@@ -165,7 +201,8 @@ class Batch:
                 each.first_index // noise.BLOCK * (noise.BLOCK // 2),
                 each.part.row_length(each.tile) // each.tile,
             ]
-            bands = -(-rows // BAND) * (BAND // form.tiles) * per_row  # whole ones where the codes of w.T are written
+            # Whole bands, for codes of w.T; programs beyond the last row are masked.
+            bands = -(-rows // BAND) * (BAND // form.tiles) * per_row
             counts.append(bands if form.casts == CODES else -(-rows * per_row // form.tiles))
         self.programs = sum(counts)
         self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
@@ -174,22 +211,23 @@ class Batch:
         self.which = _sent(which.repeat_interleave(repeats, output_size=self.programs), device)
 
     def step_args(self) -> list[int]:
-        """What this step brings, an even number of whole numbers: the next ones are aligned too.
+        """Step-dependent numbers: an even count, so that the next batch stays aligned.
 
-        First the numbers that it has if steps before it were left out, those of the most first.
+        The constants for skipped earlier steps come first, the largest number of skips first.
         """
         first = self.param_steps[0]
         heads = [_head(*each) for each in (*reversed(first.if_left_out), (first.constants, first.step_key))]
+        # Addresses change at every step, because autograd allocates new gradients.
         gradients = [address(each.gradient) for each in self.param_steps]
         return list(chain(*heads, gradients, [0] * (len(gradients) % 2)))
 
     @property
     def heads(self) -> int:
-        """How many heads `step_args` begins with; the last is that of a run whose steps were all taken."""
+        """Number of heads in `step_args`; the last head is for no skipped step."""
         return 1 + len(self.param_steps[0].if_left_out)
 
     def _reached(self) -> Iterator[Tensor]:
-        """What a step reads and writes, twice what it does both to."""
+        """Tensors that a step accesses; a tensor that it both reads and writes appears twice."""
         for each in self.param_steps:
             kept = [each.weight, each.master, each.master_scale]
             for moment in (each.first, each.second):
@@ -198,7 +236,11 @@ class Batch:
             yield from (x for x in (each.gradient, *kept, *kept, *cast) if x is not None)
 
     def launch(self, step_args: Tensor, left_out: Tensor | None = None) -> None:
-        """The step itself; step_args int64 on the device, the numbers of `step_args()` from the last head on. left_out: see the kernel."""
+        """Launch the step.
+
+        step_args  int64 on the device, `step_args()` from its last head on
+        left_out   see the kernel
+        """
         form, count = self.form, len(self.param_steps)
         if form.casts:
             launch(kernel.foresee, count, self.table, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
@@ -212,7 +254,10 @@ class Batch:
 
 
 def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch], left_out: LeftOut | None = None) -> None:
-    """All steps. kept: the batches of earlier ones, by what they are made of; the caller empties it when tensors change."""
+    """Compute all steps.
+
+    kept: batches of earlier calls, by their members. The caller clears it if tensors change.
+    """
     for device, batches in batches_of(param_steps, kept).items():
         step_args = _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device)
         run(batches, step_args, None if left_out is None else left_out.on(device))
@@ -221,9 +266,10 @@ def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch], left_out: Lef
 def batches_of(
     param_steps: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool = True
 ) -> dict[torch.device, list[Batch]]:
-    """The steps of each device, as few launches.
+    """Return the batches of each device, with as few launches as possible.
 
-    makes  whether batches that are not kept are made, which writes to the device; else ConfigError
+    makes  True builds missing batches, which writes to the device; False raises ConfigError for
+           them
     """
     groups: dict[tuple[torch.device, int, int], list[ParamStep]] = {}
     for each in param_steps:
@@ -231,7 +277,9 @@ def batches_of(
             groups.setdefault((each.weight.device, id(form_of_step(each)), id(each.constants)), []).append(each)
     found: dict[torch.device, list[Batch]] = {}
     for (device, form, _), members in groups.items():
-        key = (form, *map(id, members))  # what a batch keeps alive, and forms live as long as the process
+        # ids are safe keys: a batch keeps its members alive, and Forms are cached for the life of
+        # the process.
+        key = (form, *map(id, members))
         if key not in kept:
             if not makes:
                 raise ConfigError(
@@ -245,12 +293,16 @@ def batches_of(
 
 
 def step_args_of(batches: Sequence[Batch]) -> list[int]:
-    """The step arguments of all batches, one after the other."""
+    """Concatenated step arguments of all batches."""
     return [number for batch in batches for number in batch.step_args()]
 
 
 def run(batches: Sequence[Batch], step_args: Tensor, left_out: Tensor | None = None) -> None:
-    """Launches all batches; step_args: `step_args_of` them, on the device. left_out: see the kernel."""
+    """Launch all batches.
+
+    step_args  `step_args_of(batches)`, on the device
+    left_out   see the kernel
+    """
     start = 0
     for batch in batches:
         start += HEAD * (batch.heads - 1)
@@ -260,7 +312,7 @@ def run(batches: Sequence[Batch], step_args: Tensor, left_out: Tensor | None = N
 
 
 def _head(c: Any, step_key: int) -> list[int]:
-    """HEAD whole numbers: the key of a step's noise, and its constants as bits of float32."""
+    """HEAD integers: noise key of the step, and its constants as float32 bits."""
     numbers = (
         c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound,
         c.lag, c.lag_of_decay,
@@ -270,7 +322,7 @@ def _head(c: Any, step_key: int) -> list[int]:
 
 
 def _of_cast(stepped: PrecastWeight | None) -> list[int]:
-    """The rest of a tensor's line."""
+    """Entries 14 to 21 of a tensor's line."""
     if stepped is None:
         return [0] * 8
     line = [*map(address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
@@ -284,14 +336,18 @@ def _of_cast(stepped: PrecastWeight | None) -> list[int]:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """x on the device, without waiting: pinned memory is given back when the copy has happened."""
+    """Copy x to the device without a sync.
+
+    Pinned memory is released only after the copy has finished.
+    """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _tables(device: torch.device) -> Tensor:
     return (
         _kept_tables(device) if dry_run_on() is None else _kept_tables.__wrapped__(device)
-    )  # which hold no numbers there
+        # Fake tensors have no values.
+    )
 
 
 @cache

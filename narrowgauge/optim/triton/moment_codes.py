@@ -1,11 +1,15 @@
-"""Decoding and encoding the states of an optimizer inside a Triton kernel, to the bit as `moments` defines them.
+"""Decode and encode optimizer states inside a Triton kernel, bit-identical to `moments`.
 
-    decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse, with the scales of T tiles
-    decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse, rounded stochastically
+    decode_moment   codes [T, TILE] and scales [T] -> float32
+    encode_moment   the inverse, with the scales of T tiles
+    decode_master   float16 codes of a scaled master -> float32
+    encode_master   the inverse, rounded stochastically
 
-T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `moments.Moment`. Scales are bfloat16 and
-travel as int16, because a kernel only ever needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything
-else is float32 and whole numbers.
+T whole tiles of TILE elements are in registers; padding of a short last tile is zero. M: a
+`moments.Moment`.
+
+Scales are bfloat16 and handled as int16. The kernel needs only their bits, and Triton's interpreter
+does not compute with bfloat16 (3.9). All other values are float32 and integers.
 """
 
 import triton
@@ -52,7 +56,12 @@ def number_of(bits):
 
 @triton.jit
 def noise_bits(key, first, column):
-    """`noise.bits` of element 2 first + column: int32 in [0, 2^16). key uint32; first uint32 [T], a multiple of 8; column int32 [TILE]."""
+    """`noise.bits` of element 2 first + column: int32 in [0, 2^16).
+
+    key     uint32
+    first   uint32 [T], a multiple of 8
+    column  int32 [TILE]
+    """
     place = first[:, None] + ((column >> 4) * 8 + (column & 7)).to(tl.uint32)[None, :]
     mixed = mix(place + key)
     return ((mixed >> ((column & 8) * 2).to(tl.uint32)[None, :]) & 0xFFFF).to(tl.int32)
@@ -66,10 +75,11 @@ def uniform(noise):
 
 @triton.jit
 def _scales(amax, DROPS: tl.constexpr):
-    """Bits of the largest magnitudes [T] -> (scales as they are stored, int16 [T]; 1 / scale [T, 1], 0 for NaN)."""
+    """Bits of amax [T] -> (scales int16 [T] as stored, 1 / scale [T, 1]; 0 for NaN)."""
     bits = tl.maximum((amax + DROPS) & ~DROPS, LEAST_SCALE)
     bits = tl.where(amax > MOST_AMAX, NAN, bits)
     if DROPS == POW2_DROPS:
+        # Exact reciprocal of a power of two, by its exponent.
         inverse = number_of((254 << 23) - bits)
     else:
         scale = number_of(bits)
@@ -79,17 +89,22 @@ def _scales(amax, DROPS: tl.constexpr):
 
 @triton.jit
 def _read_scale(scale):
-    """int16 [T], the bits of bfloat16 -> float32 [T, 1]."""
+    """int16 [T], bits of bfloat16 -> float32 [T, 1]."""
     return number_of(scale.to(tl.int32) << 16)[:, None]
 
 
 @triton.jit
 def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
-    """The tile's share that a code without its sign stands for; log_k int32 [T], tables as `moments.expansion_tables`, flat."""
+    """Decode magnitudes to x / scale.
+
+    log_k int32 [T]; tables: `moments.expansion_tables`, flattened.
+    """
     if M.expands:
         row = (log_k + 2)[:, None] * 8
         fraction = magnitude & 7
-        octaves = ((magnitude >> 3) - 15) << (2 - log_k)[:, None]  # in quarters
+        # In units of a quarter octave.
+        octaves = ((magnitude >> 3) - 15) << (2 - log_k)[:, None]
+        # Tables instead of roots: y^(1/k) is the product of two constants and a power of two.
         power = number_of(((octaves >> 2) + 127) << 23)
         normal = tl.load(tables + row + fraction) * tl.load(tables + 80 + (octaves & 3)) * power
         value = tl.where(magnitude < 8, tl.load(tables + 40 + row + fraction), normal)
@@ -102,7 +117,10 @@ def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BI
 
 @triton.jit
 def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
-    """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE]. Of what a kind does not have, anything is given."""
+    """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE].
+
+    Arguments that a format does not use may have any value.
+    """
     if M.kind == DYNAMIC4:
         signed = codes.to(tl.int32) - 8
         level = tl.zeros(codes.shape, tl.float32)
@@ -122,6 +140,7 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
     elif M.kind == LINEAR4:
         wide = _read_scale(scale)
         x = (codes.to(tl.float32) + 1.0) * (wide * 0.0625)
+        # linear4 has no code for zero: the smallest scale marks a tile of zeros.
         x = tl.where(wide == 2.0**-94, 0.0, x)
     else:
         integer = codes.to(tl.int32)
@@ -133,14 +152,20 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
 
 @triton.jit
 def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
-    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32, scale int16 [T], log_k int8 [T]).
+    """x float32 [T, TILE], noise int32, decays bool -> (codes, scale, log_k).
 
-    DRAWS: a first moment is rounded stochastically, too.
+        codes  int32 [T, TILE]
+        scale  int16 [T], bits of bfloat16
+        log_k  int8 [T]
+
+    DRAWS: round a first moment stochastically too.
     """
     DROPS: tl.constexpr = BF16_DROPS if M.bits == 4 else POW2_DROPS
     sizes = bits_of(x) & 0x7FFFFFFF
     amax = tl.max(sizes, axis=1)
     log_k = _expansion(sizes, amax, M)
+    # Below, the stored scale tells if a tile is finite. A mask kept up to the codes spilled
+    # registers.
     scale, inverse = _scales(amax, DROPS)
     x = tl.where((scale == NAN >> 16)[:, None], 0.0, x)
     if M.kind == DYNAMIC4:
@@ -148,7 +173,8 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
         size = tl.zeros(x.shape, tl.int32)
         low = tl.zeros(x.shape, tl.float32)
         high = tl.zeros(x.shape, tl.float32) + LEVELS[0]
-        decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
+        # The scale of a tile that decays as a whole follows, so its codes may stay.
+        decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]
         for each in tl.static_range(7):
             if DRAWS:
                 reached = share >= LEVELS[each]
@@ -165,11 +191,13 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
         if DRAWS:
             size += noise * 32 + 16
         else:
+            # Five random bits suffice, because the correction of the weight takes back their bias.
             size += (noise & 31) << 16
         codes = tl.maximum((size >> 21) - BELOW, 0) | (((bits_of(x) >> 31) & 1) << 7)
     elif M.kind == TAPERED8:
         distance = (0 - bits_of(x * inverse) + DISTANCE).to(tl.float32)
         codes = 0 - ((bits_of(distance) + ((0xFFFF - noise) * 2 + 1)) >> SHIFT) + TOP_CODE
+        # No v > 0 becomes 0: a zero under the square root would make a huge step.
         codes = tl.maximum(codes, (x > 0).to(tl.int32))
     elif M.kind == LINEAR4:
         codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
@@ -181,7 +209,7 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr
 
 @triton.jit
 def _expansion(sizes, amax, M: tl.constexpr):
-    """log2 k of each tile, int32 [T]: the greatest with which the tile's octaves still fit."""
+    """log2 k of each tile, int32 [T]: the largest k with which the tile's octaves fit."""
     if M.expands:
         least = tl.min(tl.where(sizes > 0, sizes, EXPONENT), axis=1)
         octaves = ((amax - least) >> 23).to(tl.float32) + 2.0
@@ -196,10 +224,11 @@ def _expansion(sizes, amax, M: tl.constexpr):
 
 @triton.jit
 def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRAWS: tl.constexpr):
-    """E4M3 or float16 as int32: the sign in the highest of M.bits."""
+    """Encode to E4M3 or float16 as int32, with the sign in the highest of M.bits."""
     share = tl.abs(x) * inverse
     y = share
-    if M.expands:  # to the power 2^log_k by repeated squares or square roots
+    # t^(2^log_k) by repeated squares or correctly rounded square roots, as in the definition.
+    if M.expands:
         wide = log_k[:, None]
         for times in tl.static_range(1, 3):
             narrow = tl.sqrt_rn(y) if M.lowest <= -times else y
@@ -220,7 +249,8 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr, DRA
                 drawn = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
                 codes = tl.where(log_k[:, None] < 0, drawn, codes)
         else:
-            normal = bits_of(y) + (noise >> (M.mantissa - 7))  # 13 bits for the 13 that float16 drops
+            # float16 drops 13 mantissa bits, so 13 random bits are added.
+            normal = bits_of(y) + (noise >> (M.mantissa - 7))
             normal = (normal >> (23 - M.mantissa)) - ((127 - M.bias) << M.mantissa)
             subnormal = (y * 2.0 ** (M.bias + M.mantissa - 1) + uniform(noise)).to(tl.int32)
             codes = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
@@ -238,7 +268,7 @@ def _power_below(y, BIAS: tl.constexpr):
 
 @triton.jit
 def _code_below(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The code of y >= 0, rounded down."""
+    """Round y >= 0 down to a code."""
     subnormal = (y * 2.0 ** (BIAS + MANTISSA - 1)).to(tl.int32)
     normal = (bits_of(y) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
     return tl.where(y < 2.0 ** (1 - BIAS), subnormal, normal)
@@ -257,7 +287,8 @@ def encode_master(x, noise):
     x = tl.where((scale == NAN >> 16)[:, None], 0.0, x)
     size = tl.minimum(tl.abs(x) * inverse, 1.0) * 32768.0
     gap_bits = bits_of(_power_below(size, 15)) - (10 << 23)
-    parts = size * number_of((254 << 23) - gap_bits)  # over the gap: exact
+    # Divides by the gap, a power of two: exact.
+    parts = size * number_of((254 << 23) - gap_bits)
     whole = tl.floor(parts)
     size = tl.where(uniform(noise) < parts - whole, whole + 1.0, whole) * number_of(gap_bits)
     signed = number_of(bits_of(size) | (bits_of(x) & -0x80000000))

@@ -3,8 +3,8 @@
 Same folders and facts as in `store`, which serves one process.
 
 All ranks call each function, with equal arguments apart from their own shards, and get the same
-result or the same error. The format is that of `narrowgauge.distributed.storage`, with the groups
-of tensors and "facts" as outermost entries. Any number of ranks can read it. `store.load` reads it
+result or the same error. Files have the format of `narrowgauge.distributed.storage`, with the
+groups of tensors and "facts" as outermost entries. Any number of ranks can read it. `store.load` reads it
 in one process, and `newest_valid` reads checkpoints written by `store`.
 """
 

@@ -7,8 +7,8 @@
     optimizer   moments, step counters, master weights, generator of stochastic rounding
     rng         generators of torch, CUDA, numpy and Python
 
-The position in the data is no part of it: the step number gives it (see `data.batches`), together
-with the fact `position` of the checkpoint.
+The position in the data is not saved: it follows from the step number (see `data.batches`) and the
+fact `position` of the checkpoint.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 It imports only the standard library, since importing torch takes seconds and 200 MB. It does not
 share the rank's interpreter, so its heartbeat continues while a C library holds the rank's GIL. Its
-keys in the store, next to those of Ranks:
+keys in the store, next to the keys of Ranks:
 
     beat-R   every second: host, pid, place, activity of the rank, and a counter
     failed   the first failure of the run, with its exit code. It is set once, and the process that
